@@ -1,16 +1,16 @@
-"""The loop: an iteration of an RLModule, which Lightning's fit loop runs as the step on a batch.
+"""The training loop: Lightning's fit loop runs one iteration of an RLModule as its step on a batch.
 
 Reading order:
-    rollout_stage.py  what a fit or validate opens, checks and closes: reward worker, engine, rollout
+    rollout_stage.py  opens, checks and closes what a fit or validate needs: reward worker, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop; Ctrl-C and SIGTERM
     score.py          model calls and advantages on the whole iteration, each as soon as its inputs are ready
     update.py         loss and metrics of a minibatch, which do not depend on microbatches or ranks
     step_log.py       logs the numbers of an iteration together
-    resume.py         the state from which a resumed run continues; fast_dev_run's check of it
+    resume.py         the state from which a resumed run continues, and the check of it in fast_dev_run
     shared_rollout.py gives every rank the results of rank 0's rollout controller
     sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 
-May import: everything below; those private names of Lightning that tests/test_structure.py lists.
+May import: everything below, and the private names of Lightning that tests/test_structure.py lists.
 """
 
 from lightrl.loops.resume import CheckpointConnector, check_resume

@@ -1,6 +1,6 @@
-"""Resume: the state from which a resumed run or the next fit continues, and when a checkpoint must not be saved.
+"""Resume: the state from which a resumed run or the next fit continues, and why a checkpoint must not be saved now.
 
-`check_resume` is what fast_dev_run does instead of saving a checkpoint.
+In a fast_dev_run, `check_resume` replaces saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_opti
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
-OptimizerSettings = list[list[Settings]]  # optimizers, their groups, and each group's numbers by name
+OptimizerSettings = list[list[Settings]]  # for each optimizer and each of its groups: numbers by name
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
-    """Returns a fit's settings by path: the command's, or the module's attributes named like constructor arguments.
+    """Returns a fit's settings by path: the command's settings, or module attributes named like constructor arguments.
 
-    The numbers in `optimizers`, which `configure_optimizers` set, are used if the module has no such setting.
+    Numbers in `optimizers`, which `configure_optimizers` set, are added if the model has no setting of that name.
     """
     settings = trainer.settings
     if settings is None:
@@ -62,7 +62,7 @@ def _is_plain(value: object) -> bool:
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Returns settings by path, like `model.sampling.temperature`, without secrets; lists of classes by class name."""
+    """Returns settings by path, like `model.sampling.temperature`, without secrets. List items go by class name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -79,8 +79,8 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Returns `model.group_size 8 → 4` for each setting that differs; omits an added or removed class's settings."""
-    is_whole = all("model.class_path" in settings for settings in (before, after))  # both are a command's
+    """Returns a text like `model.group_size 8 → 4` per changed setting; omits settings of added or removed classes."""
+    is_whole = all("model.class_path" in settings for settings in (before, after))  # both come from a command
     common = before.keys() & after.keys()
     names = [name for name in dict.fromkeys([*before, *after]) if is_whole or name in common]
     different = [name for name in names if before.get(name) != after.get(name)]
@@ -97,7 +97,7 @@ def _text(value: object) -> str:
 
 
 class Resume:
-    """The rollout's state and the counters that Lightning does not keep.
+    """Keeps the rollout's state, and counters that Lightning does not keep.
 
     Args:
         trainer: its rollout is open between `restore_rollout` and `keep_rollout`.
@@ -108,19 +108,19 @@ class Resume:
         self.trainer = trainer
         self.guard = guard
         self.why_no_checkpoint: str | None = None  # why a checkpoint would be wrong at this moment
-        self._rollout_state: Settings | None = None  # the last fit's or checkpoint's, for the next rollout
+        self._rollout_state: Settings | None = None  # from the last fit or a checkpoint, for the next rollout
         self._is_restored = False  # whether the open rollout has loaded the state
-        self._optimizers: OptimizerSettings = []  # this fit's
+        self._optimizers: OptimizerSettings = []  # set by this fit's `configure_optimizers`
         self._settings: Settings = {}  # path → setting of this fit
-        self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until they are compared
+        self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Begins a stage: resets what an earlier stage, which may have failed, has set."""
+        """Begins a stage: resets what an earlier stage set, since that stage may have failed."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
     def state_dict(self) -> Settings:
-        """Returns the state for a checkpoint, without the rollout's part if nothing was rolled out."""
+        """Returns the state for a checkpoint; without a rollout, it contains only settings."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:
@@ -143,7 +143,7 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps the numbers that `configure_optimizers` set, before a checkpoint is loaded; `lr` before scheduling."""
+        """Keeps the numbers that `configure_optimizers` set, before a checkpoint replaces them; `lr` is unscheduled."""
         self._optimizers = [
             [
                 {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -154,7 +154,7 @@ class Resume:
         ]
 
     def apply_settings(self) -> None:
-        """Reports which settings differ from the checkpoint's, and sets the optimizers to this fit's settings."""
+        """Reports which settings differ from the checkpoint's, and applies this fit's settings to the optimizers."""
         saved, self._saved = self._saved, {}
         self._settings = settings_of(self.trainer, self._optimizers)
         if changed := changes(saved.get("settings", {}), self._settings):
@@ -163,7 +163,7 @@ class Resume:
             log.log(level, "Changed since the checkpoint: %s.", "; ".join(changed))
         if saved and 0 < self.trainer.max_steps <= self.trainer.global_step:
             log.warning(
-                "Nothing is left to train: the checkpoint is at trainer.max_steps=%d already.", self.trainer.max_steps
+                "Nothing is left to train: the checkpoint is already at trainer.max_steps=%d.", self.trainer.max_steps
             )
         config_of = {id(config.scheduler.optimizer): config for config in self.trainer.lr_scheduler_configs}
         saved_optimizers = saved.get("optimizers", [])
@@ -178,13 +178,13 @@ class Resume:
     def _apply_rates(
         self, optimizer: Optimizer, groups: list[Settings], saved_groups: list[Settings], config: Any
     ) -> None:
-        """Sets an optimizer to this fit's learning rates; `config` is its scheduler's, None without a scheduler."""
+        """Applies this fit's learning rates to an optimizer; `config` has its scheduler, or is None without one."""
         was_scheduled = saved_groups[0]["is_scheduled"]
         if config is None:
             for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):
                 if was_scheduled or new["lr"] != old["lr"]:
                     group["lr"] = new["lr"]
-        elif isinstance(config.scheduler, LambdaLR):
+        elif isinstance(config.scheduler, LambdaLR):  # computes each rate from the initial rate
             step = config.scheduler.last_epoch
             if not was_scheduled:
                 step = self.trainer.global_step if config.interval == "step" else self.trainer.current_epoch
@@ -196,22 +196,22 @@ class Resume:
                 "_last_lr": [group["lr"] for group in optimizer.param_groups],
             }
             config.scheduler.load_state_dict({**config.scheduler.state_dict(), **rates, "last_epoch": step})
-        else:
+        else:  # computes each rate from the last rate
             for new, old in zip(groups, saved_groups, strict=True):
                 if new["lr"] != old["lr"]:
                     log.warning(
                         "lr=%s has no effect on this resumed run: %s continues from the checkpoint's %s. To use the "
-                        "new one, start a run from its weights.", new["lr"], type(config.scheduler).__name__, old["lr"],
+                        "new lr, start from its weights.", new["lr"], type(config.scheduler).__name__, old["lr"],
                     )  # fmt: skip
 
     def restore_rollout(self) -> None:
-        """Loads the state of the checkpoint or of the previous fit, if there is one, into the newly opened rollout."""
+        """Loads the state from a checkpoint or the previous fit, if there is one, into the newly opened rollout."""
         if self._rollout_state is not None:
             seed = self._rollout_state["run_seed"]
             if seed != self.trainer.run_seed:
                 log.warning(
-                    "The checkpoint was made with seed %d, but this run has seed %d: prompts come in another order, "
-                    "some of them twice. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
+                    "The checkpoint was made with seed %d, but this run has seed %d: prompts come in a different "
+                    "order, and some come twice. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
                 )  # fmt: skip
             self.trainer.rollout.load_state_dict(self._rollout_state)
         self._is_restored = True
@@ -232,12 +232,12 @@ class Resume:
         """Forbids a checkpoint if only this rank failed: state sharded over all ranks could not be saved."""
         ranks = ranks_of(self.trainer.strategy)
         if ranks.size > 1 and not is_on_all_ranks(error):
-            self.why_no_checkpoint = f"rank {ranks.rank} failed and the others did not"
+            self.why_no_checkpoint = f"rank {ranks.rank} failed, but the other ranks did not"
             ranks.fail(error)  # before callbacks' on_exception, which may wait for other ranks
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's connector, which can also load a multi-process checkpoint in one process, and explains mismatches."""
+    """Lightning's connector that can also load a multi-process checkpoint in one process, and explains mismatches."""
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         super().__init__(trainer)
@@ -269,7 +269,7 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def check_resume(trainer: RLTrainer) -> None:
-    """Saves a checkpoint without weights and optimizers in memory, loads it and compares; called on all ranks.
+    """Saves a checkpoint to memory, without weights and optimizers, loads it and compares. Called on all ranks.
 
     Raises LightRLError if a part cannot be loaded, or differs after loading.
     """
@@ -278,7 +278,7 @@ def check_resume(trainer: RLTrainer) -> None:
     problem = ranks_of(trainer.strategy).broadcast_json(_first_problem(state))
     if problem is not None:
         raise mark_as_on_all_ranks(LightRLError(problem))
-    log.info("fast_dev_run: the state of loops, callbacks, module and data module is the same after a checkpoint.")
+    log.info("fast_dev_run: the state of loops, callbacks, module and data module survives a checkpoint.")
 
 
 def _first_problem(state: Settings) -> str | None:
@@ -316,7 +316,7 @@ def _can_be_loaded(value: object) -> bool:
 
 
 def _are_equal(left: object, right: object) -> bool:
-    """Whether the values are equal, where NaN equals NaN."""
+    """Whether the values are equal; NaN equals NaN here."""
     if not isinstance(left, torch.Tensor):
         return bool(left == right or (left != left and right != right))
     if not isinstance(right, torch.Tensor) or left.shape != right.shape:

@@ -2,7 +2,7 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-On-policy, the loop waits for the last rewards while it runs the calls that need none (`defers_rewards`).
+If training is on-policy, calls that need no rewards run while the last rewards are still pending (`defers_rewards`).
 
 It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
 batch. One batch is one iteration, one `global_step` and one weight version. A module that is not an RLModule uses
@@ -50,7 +50,7 @@ _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.
 
 
 class InterruptGate:
-    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one is not held back."""
+    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one raises at once."""
 
     def __init__(self) -> None:
         self.begin()
@@ -61,7 +61,7 @@ class InterruptGate:
         self.is_terminated = False  # a SIGTERM was held back
 
     def check(self) -> None:
-        """Raises the KeyboardInterrupt that was held back, if there is one."""
+        """Raises KeyboardInterrupt if a SIGINT was held back."""
         if self.is_held:
             self.is_held = False
             raise KeyboardInterrupt
@@ -81,10 +81,10 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
-        """Raises SIGTERMException immediately inside the context, so that it ends a start that waits for servers.
+        """Makes SIGTERM raise SIGTERMException at once inside the context, to end a startup that waits for servers.
 
-        Lightning's handler only records the signal until the end of a batch. With several ranks, rank 0 raises it; the
-        others ignore the signal, because rank 0's message ends them.
+        Lightning's handler only records the signal until a batch ends. With several ranks, only rank 0 raises; the
+        others ignore the signal, because a message from rank 0 stops them.
         """
         lightning_handler = signal.getsignal(signal.SIGTERM)
         num_received = 0
@@ -92,7 +92,7 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal num_received
             num_received += 1
-            if ranks.size == 1 and callable(lightning_handler):  # on several ranks it would wait for the others
+            if ranks.size == 1 and callable(lightning_handler):  # with several ranks it would wait for the others
                 lightning_handler(number, frame)
             if num_received == 1:
                 raise SIGTERMException
@@ -102,10 +102,10 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def held_back_on_all_ranks(self, ranks: Ranks) -> Iterator[None]:
-        """Makes Ctrl-C and SIGTERM end all ranks at the same place, chosen by rank 0; changes nothing for one rank.
+        """Makes Ctrl-C and SIGTERM stop all ranks at the same point, which rank 0 chooses. Does nothing with one rank.
 
-        A terminal sends Ctrl-C to all processes, and Slurm sends SIGTERM to all tasks; a rank that stopped on its own
-        would leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
+        A terminal sends Ctrl-C to all processes, and Slurm sends SIGTERM to all tasks. A rank that stopped alone would
+        leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
         """
 
         def terminate(number: int, frame: FrameType | None) -> None:
@@ -123,7 +123,7 @@ class InterruptGate:
 
 @contextlib.contextmanager
 def _handled_by(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """Sets these signal handlers inside the context; does nothing off the main thread, where Python allows none."""
+    """Installs these signal handlers inside the context. Does nothing off the main thread, where Python forbids it."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main_thread}
     try:
@@ -153,7 +153,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the current phase, or the last one
-        self.sizes = ""  # the sizes of this iteration's tensors, in words
+        self.sizes = ""  # how many trajectories and tokens this iteration has, for an error message
 
     @property
     def ranks(self) -> Ranks:
@@ -177,7 +177,7 @@ class RolloutLoop(_AutomaticOptimization):
             trainer.call_rl_hook("on_rollout_end", groups)
             if not trainer.rollout.settings.defers_rewards:
                 trainer.call_rl_hook("on_rewards_ready", groups)
-            with self.gate.held_back(), self._own_randomness(module):
+            with self.gate.held_back(), self._seeded_randomness(module):
                 experience = self._offer(self._score(module, groups))
                 resume.why_no_checkpoint = "an update is in progress or failed"
                 with self._phase("update"):
@@ -194,20 +194,20 @@ class RolloutLoop(_AutomaticOptimization):
         return {} if loss is None else {"loss": loss}
 
     @contextlib.contextmanager
-    def _own_randomness(self, module: RLModule) -> Iterator[None]:
-        """Seeds random numbers inside the context from (seed, weight version), and restores the state afterwards.
+    def _seeded_randomness(self, module: RLModule) -> Iterator[None]:
+        """Seeds torch's random numbers from run seed and weight version inside the context; restores them afterwards.
 
-        A resumed run could not repeat the random numbers that loaders and validation drew from the global state.
+        Loaders and validation draw from the global random state, so a resumed run could not repeat that state.
         """
         is_cuda = module.device.type == "cuda"
-        # torch.manual_seed formats the stack for each kind of accelerator that is missing.
+        # On a CPU, torch.manual_seed would format the stack once for each kind of accelerator that is missing.
         set_seed: Any = torch.manual_seed if is_cuda else torch.default_generator.manual_seed
         with torch.random.fork_rng(devices=[module.device] if is_cuda else []):
             set_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
             yield
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
-        """Returns the iteration's Experience with the outputs of the model calls, rewards and advantages."""
+        """Returns the iteration's Experience with model call outputs, rewards and advantages."""
         rollout = self.trainer.rollout
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
@@ -229,7 +229,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _make_experience(self, module: RLModule, trajectories: list[Trajectory]) -> ShardedExperience:
-        """Returns an Experience on the host, with all trajectories' numbers and the tokens that this rank works on."""
+        """Returns an Experience on the host: numbers for all rows, tokens only for the rows that this rank works on."""
         rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
@@ -245,7 +245,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _drop_unrewarded_rows(
         self, module: RLModule, experience: ShardedExperience, groups: list[Group], trajectories: list[Trajectory]
     ) -> tuple[ShardedExperience, list[Trajectory]]:
-        """Drops rows without a reward and their loss units' other rows; all others stay on their ranks."""
+        """Drops rows without a reward and the other rows of their loss units. The rest stay on their ranks."""
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
         rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
@@ -255,7 +255,7 @@ class RolloutLoop(_AutomaticOptimization):
             raise mark_as_on_all_ranks(ValueError("No trajectory has a reward. Fix the reward function."))
         for row in sorted(set(range(len(trajectories))) - set(rewarded_rows)):
             if has_reward[row]:
-                message = f"the reward of another trajectory of its {module.loss_unit} failed"
+                message = f"the reward of another trajectory in the same {module.loss_unit} failed"
                 self.trainer.call_rl_hook("on_trajectory_dropped", "loss_unit", message)
         rewarded = [trajectories[row] for row in rewarded_rows]
         rewarded_ids = set(map(id, rewarded))
@@ -278,7 +278,7 @@ class RolloutLoop(_AutomaticOptimization):
         trainer = self.trainer
         cuts = minibatches(experience, epochs=module.update_epochs, seed=self._minibatch_seed)
         train_calls = module.data_flow().of_kind("train")
-        iteration: dict[str, torch.Tensor] = {}  # parts of its metrics
+        iteration: dict[str, torch.Tensor] = {}  # parts of the iteration's metrics
         imbalances: list[float] = []
         holders = self.ranks.of_role("policy")
         for index, rows in enumerate(cuts):
@@ -296,7 +296,7 @@ class RolloutLoop(_AutomaticOptimization):
         with logging_allowed(module):
             if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
-            # A skipped update has no gradient norm, so that mean is over the updates that have one.
+            # A skipped update has no gradient norm, so the mean norm is over the other updates.
             values = values_of(iteration)
             module.log_dict({name if "/" in name else f"policy/{name}": value for name, value in values.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
@@ -312,7 +312,7 @@ class RolloutLoop(_AutomaticOptimization):
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Takes one optimizer step through Lightning's `optimizer_step`, so clipping and precision plugins apply.
 
-        Returns the minibatch's metrics, and their parts, from which the iteration's metrics are made.
+        Returns the minibatch's metrics, and the parts from which the iteration's metrics are computed.
         """
         trainer = self.trainer
         plugin = trainer.precision_plugin
@@ -331,7 +331,7 @@ class RolloutLoop(_AutomaticOptimization):
             module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
 
         def backward(loss: torch.Tensor) -> None:
-            with torch.autocast(loss.device.type, enabled=False):  # a backward runs in the dtypes of its forward
+            with torch.autocast(loss.device.type, enabled=False):  # a backward pass uses the dtypes of its forward pass
                 trainer.strategy.backward(loss, optimizer)
 
         @torch.enable_grad()
@@ -343,8 +343,8 @@ class RolloutLoop(_AutomaticOptimization):
                         continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
                     rows = microbatch_rows(minibatch, loss.holders, max_tokens, unit=module.loss_unit)
-                    parts = Microbatches(minibatch, rows, module.device)
-                    module.parallel_models[loss.role].forward_backward(parts, *in_microbatch_spans(loss, backward))
+                    batches = Microbatches(minibatch, rows, module.device)
+                    module.parallel_models[loss.role].forward_backward(batches, *in_microbatch_spans(loss, backward))
             for parameter in module.resting_parameters():
                 parameter.grad = None
             self.ranks.average_gradients()
@@ -353,7 +353,7 @@ class RolloutLoop(_AutomaticOptimization):
             if getattr(plugin, "scaler", None) is None:  # a scaler skips non-finite steps itself
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
-                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # the same on all ranks
+                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # all ranks agree
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
                     gradients = [item.grad for item in part if item.grad is not None]
                     norms[key] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(gradients)
@@ -366,7 +366,7 @@ class RolloutLoop(_AutomaticOptimization):
         return values_of(parts), parts
 
     def _offer(self, experience: ShardedExperience) -> ShardedExperience:
-        """Calls `on_experience_ready`; callbacks and module may return another loss mask or advantages."""
+        """Calls the `on_experience_ready` hooks, which may replace the loss mask and the advantages."""
         shown = experience.shown
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
@@ -377,7 +377,7 @@ class RolloutLoop(_AutomaticOptimization):
         return experience
 
     def rewarded_groups(self, batch: object) -> list[Group]:
-        """Rolls out and rewards the prompts of a validation, test or predict batch, or rows of a user's loader."""
+        """Rolls out and rewards a validation, test or predict batch: prompts, or rows from a user's loader."""
         trainer = self.trainer
         module = cast("RLModule", trainer.lightning_module)
         stage: Any = trainer.state.fn
@@ -387,7 +387,7 @@ class RolloutLoop(_AutomaticOptimization):
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
-        # With the batch's number in its loop, ids and therefore seeds are the same in each validation.
+        # The batch's index within its loop makes ids, and therefore seeds, the same in each validation.
         name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
@@ -407,7 +407,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _make_on_wait(self, hook: str | None = None) -> OnWait:
-        """Returns the function that a rollout calls while it waits; it calls the RL hook with the progress."""
+        """Returns a function that a rollout calls while it waits, and that calls the RL hook with the progress."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()
@@ -425,7 +425,7 @@ class RolloutLoop(_AutomaticOptimization):
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 
     def out_of_memory(self, error: torch.OutOfMemoryError, module: object) -> TrainingError:
-        """Returns the error to raise instead, with the phase, its sizes, the estimated memory, and what to change."""
+        """Returns an error that states the phase, the number of tokens, the estimated memory, and what to change."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."

@@ -1,6 +1,6 @@
-"""RolloutStage: what a fit, validate, test or predict of an RLModule opens: models, reward worker, engine and rollout.
+"""RolloutStage: opens the models, reward worker, engine and rollout for `fit`, `validate`, `test` or `predict`.
 
-It checks their settings before it uses a device, logs the derived settings, and always closes what it opened.
+It checks settings before it uses a device, logs the settings that it derives, and always closes what it opened.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _INSTEAD: dict[type[Callback], str] = {
     StochasticWeightAveraging: _AVERAGES,
     WeightAveraging: _AVERAGES,
     ThroughputMonitor: (
-        "it counts the samples of a batch, but an iteration's batch is only its number. `rollout/tokens_per_s` and "
+        "it counts the samples of a batch, but an iteration's batch has none. `rollout/tokens_per_s` and "
         "`update/tokens_per_s` are logged anyway."
     ),
     SpikeDetection: (
@@ -80,7 +80,7 @@ _INSTEAD: dict[type[Callback], str] = {
         "also shows the phases, or use TQDMProgressBar."
     ),
     BaseFinetuning: (
-        "it freezes layers before the models are loaded. Override configure_model: call super's, then "
+        "it freezes layers before the models are loaded. In configure_model, call super().configure_model(), then "
         "requires_grad_(False) on what to freeze."
     ),
 }
@@ -88,7 +88,7 @@ _INSTEAD: dict[type[Callback], str] = {
 
 log = logging.getLogger(__name__)
 
-# New objects per garbage collection. With Python's default, 700, an iteration of 340 ms spent 14 ms in 40 collections.
+# New objects per garbage collection. With Python's default of 700, 40 collections took 14 ms of a 340 ms iteration.
 _OBJECTS_PER_COLLECTION = 20_000
 
 
@@ -96,8 +96,8 @@ class RolloutStage:
     """Opens a stage and closes it again.
 
     Args:
-        trainer: gets `open_rollout` while the stage is open, and LocalEngine as its engine if it has none.
-        resume: keeps the rollout's state when it closes, and gives it to the next rollout.
+        trainer: its `open_rollout` is set while the stage is open. It gets a LocalEngine if it has no engine.
+        resume: keeps the rollout's state when the stage closes, and loads it into the next rollout.
     """
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
@@ -105,12 +105,12 @@ class RolloutStage:
         self.resume = resume
         self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
-        self._num_threads = 0  # this and the next two: restored when the stage closes
+        self._num_threads = 0  # this and the next two are restored when the stage closes
         self._precision: Precision | None = None
         self._gc_threshold = gc.get_threshold()
 
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
-        """Refuses a trainer that cannot train this module, before any model is built."""
+        """Raises an error if the trainer cannot run this module; called before any model is built."""
         name = type(module).__name__
         if type(module).training_step is not RLModule.training_step:
             raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")
@@ -133,7 +133,7 @@ class RolloutStage:
                     raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
-        """Starts it before any model is built, only on rank 0; fails if the reward function does not exist."""
+        """Starts the reward worker, before any model is built; only on rank 0. Fails without a reward function."""
         worker = self._reward_worker = self._reward_worker or make_reward_worker(
             module.reward_source if module.reward_source is not None else module.reward,
             workers=module.reward_workers,
@@ -146,11 +146,11 @@ class RolloutStage:
         return worker
 
     def open(self, module: RLModule) -> None:
-        """Opens the stage, once the module has its models and restored state; raises ValueError for bad settings."""
+        """Opens the stage after the module's models and state are restored. Raises ValueError for bad settings."""
         trainer, self._num_threads = self.trainer, torch.get_num_threads()
         is_fit = trainer.state.fn == TrainerFn.FITTING
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
-        graph = module.data_flow(from_file=recorded is not None)  # raises if the calls form no valid graph
+        graph = module.data_flow(from_file=recorded is not None)  # raises if the calls do not form a valid graph
         module.parallel_models = _parallel_models(trainer, module)
         self._precision = trainer.precision_plugin
         trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
@@ -166,16 +166,16 @@ class RolloutStage:
         if is_fit:
             self.resume.restore_rollout()
         if recorded is None and trainer.is_global_zero:
-            _log_what_runs(trainer, module, trainer.rollout.settings if is_fit else None)
+            _log_derived_settings(trainer, module, trainer.rollout.settings if is_fit else None)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if module.device.type == "cpu" and num_parameters < SMALL_MODEL_PARAMETERS:
             torch.set_num_threads(1)  # more OpenMP threads would spin and slow down rollout and update
-        gc.freeze()  # otherwise full collections take 250 ms, every fifth iteration, for objects made by imports
+        gc.freeze()  # otherwise every fifth iteration spends 250 ms collecting objects made by imports
         self._gc_threshold = gc.get_threshold()
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *self._gc_threshold[1:])
 
     def close(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits, then ends threads and processes, whatever fails.
+        """Keeps the rollout's state for checkpoints and later fits, then stops threads and processes, despite errors.
 
         May be called again after a Ctrl-C that interrupted the first call.
         """
@@ -204,7 +204,7 @@ class RolloutStage:
             self._engine_is_open = False
 
     def _open_live(self, module: RLModule, graph: DataFlowGraph, is_fit: bool) -> Rollout:
-        """Returns the controller; with several ranks, a SharedRollout of rank 0's controller."""
+        """Returns a RolloutController or, with several ranks, a SharedRollout of rank 0's controller."""
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         settings = RolloutSettings(
             group_size=module.group_size,
@@ -220,12 +220,12 @@ class RolloutStage:
             is_endless = num_iterations == float("inf")
             total_groups = None if is_endless else int(num_iterations) * prompts.batch_size
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
-            _check_sizes(module, prompts.batch_size, ranks)
+            _check_minibatches(module, prompts.batch_size, ranks)
         settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
         settings = _share_settings(settings, ranks)
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: it is a collective
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: reading `log_dir` is a collective
         log_folder = None if trainer.fast_dev_run else folder
         start = functools.partial(self._start_controller, module, settings, prompts, log_folder)
         if ranks.size == 1:
@@ -235,7 +235,7 @@ class RolloutStage:
     def _start_controller(
         self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
-        """Starts reward worker, engine and controller, on rank 0; logs failed rewards to `folder`, if not None."""
+        """Starts the reward worker, engine and controller on rank 0. Logs failed rewards in `folder`, if given."""
         worker = self.start_reward_worker(module)
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
@@ -263,7 +263,7 @@ class RolloutStage:
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
-    """Returns role → the strategy's parallel model, for roles whose model is not on a server."""
+    """Returns the strategy's parallel model of each role, except roles whose model is on a server."""
     sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
     settings = LogprobSettings(
         temperature=sampling.temperature,
@@ -285,13 +285,12 @@ def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, Parallel
     }
 
 
-def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> None:
+def _check_minibatches(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> None:
     num = groups_per_iteration * module.group_size
     if num % module.num_minibatches:
         raise ValueError(
-            f"num_minibatches={module.num_minibatches} does not divide the iteration's "
-            f"{count_text(num, 'trajectory')} "
-            f"({groups_per_iteration} × group_size={module.group_size}). Change one of the three."
+            f"num_minibatches={module.num_minibatches} does not divide the iteration's {count_text(num, 'trajectory')} "
+            f"({groups_per_iteration} groups × group_size={module.group_size}). Change one of the three numbers."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
     if num // module.num_minibatches < dp_size:
@@ -303,7 +302,7 @@ def _check_sizes(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> N
 
 
 def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """Returns the settings after all `configure_rollout` hooks."""
+    """Returns the settings as changed by all `configure_rollout` hooks."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
@@ -313,12 +312,12 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
             )
         settings = changed
     if module.loss_unit == "pair" and settings.incomplete_groups == "train":
-        settings = dataclasses.replace(settings, incomplete_groups="resample")  # an odd trajectory has no partner
+        settings = dataclasses.replace(settings, incomplete_groups="resample")  # a lone trajectory has no partner
     return settings
 
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Returns rank 0's settings on every rank, without filter and curriculum on other ranks, which do not use them."""
+    """Returns rank 0's settings on every rank. Other ranks get no filter or curriculum; only rank 0 uses these."""
     plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
     plain = ranks.broadcast_json(plain)
     others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
@@ -326,15 +325,15 @@ def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes which devices trainer and engine use on this machine; tells the engine the trainer's devices."""
+    """Describes the devices of trainer and engine on this machine; the engine learns the trainer's devices here."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
     return text.rstrip()
 
 
-def _log_what_runs(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
-    """Logs settings that were derived from the given ones."""
+def _log_derived_settings(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
+    """Logs the settings that were derived from the user's."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
     decoding = f", {count_text(engine.threads, 'decoding thread')}" if engine is not None and engine.threads else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)

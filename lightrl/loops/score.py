@@ -1,9 +1,9 @@
-"""The score phase: the module's model calls and advantages, all on the whole iteration's Experience.
+"""The score phase: runs the module's model calls and advantages on the whole iteration's Experience.
 
 Each call runs as soon as its inputs are ready:
 
     rank 0    policy's calls ...   function (thread) ...  ─┐
-    rank 1    critic's calls ...                          ─┴─► a result to all ranks when a call needs it, or at the end
+    rank 1    critic's calls ...                          ─┴─► results to all ranks: when a call needs them, or last
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def asked_once(
 ) -> Mapping[str, Tensor]:
     """Returns the call's outputs, [B] or [B, T, ...]: those recorded in the trajectories, otherwise those of `ask()`.
 
-    A second call of a function or server might answer differently, or fail. Floats are float32 in both cases. Recorded
-    outputs have 0 on the padding.
+    A function or server might answer a second call differently, or fail. Floats are float32 in both cases. Recorded
+    outputs are padded with 0.
     """
     recorded = [item.call_outputs for item in trajectories]
     is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
@@ -64,11 +64,11 @@ def asked_once(
 
 
 def _as_tensor(values: list[object]) -> Tensor:
-    """Returns a tensor of numbers, or of padded arrays [T, ...]."""
+    """Makes a tensor from numbers, or from arrays [T, ...], which it pads."""
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
         return pad_sequence([torch.from_numpy(value) for value in values], batch_first=True)
-    # The dtype is explicit because half precision, in another thread, changes the default.
+    # The dtype is explicit because half precision in a different thread changes the default dtype.
     return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)
 
 
@@ -87,14 +87,14 @@ def score(
     """Returns the Experience with the outputs of the module's model calls and its advantages, [B, T].
 
     Args:
-        module: has `model_calls`, `advantages` and the models.
-        experience: the whole iteration's, or its sharded form from `shard`. Each rank infers its share of the rows for
-            the roles that it holds. Functions and servers are called only on rank 0, because a second call may answer
+        module: provides `model_calls`, `advantages` and the models.
+        experience: the whole iteration, as an Experience or as returned by `shard`. Each rank runs the models of its
+            roles on its share of the rows. Only rank 0 calls functions and servers, because a second call may answer
             differently.
-        trajectories: its rows, for calls that read texts; on rank 0.
-        forward_context: the precision plugin's, only around the models: half precision would make bfloat16 the default
-            dtype of tensors that `advantages` creates.
-        left_out: names of calls whose outputs `experience` has, or that run later.
+        trajectories: the same rows, for calls that read texts; needed on rank 0.
+        forward_context: the precision plugin's context, entered only around models: half precision would make bfloat16
+            the default dtype of tensors that `advantages` creates.
+        left_out: names of calls whose outputs `experience` already has, or that run later.
     """
     rows = list(trajectories)
     sharded = ShardedExperience.of(experience) if isinstance(experience, Experience) else experience
@@ -105,7 +105,7 @@ def score(
             records = json.loads(encode_json(module.prompts)) if ranks.is_main else None
             module.prompts = [Prompt(**record) for record in ranks.broadcast_json(records)]
 
-    @torch.no_grad()  # in the call's own thread
+    @torch.no_grad()  # again, because a call may run in a thread
     def run(call: ModelCall, current: ShardedExperience) -> _Outputs:
         if call.name == ADVANTAGES:
             return _advantages(module, current)
@@ -134,21 +134,21 @@ def score(
 
 
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
-    """Runs one forward over this rank's share of the trajectories and returns the call's outputs, float32.
+    """Runs one forward pass over this rank's share of the trajectories and returns the call's outputs, float32.
 
-    `values` are a critic's, per token; `bootstrap_values` is its value of the state after a truncated end, [B]. Any
-    other output is a scalar head's number after the last token, [B], or a language model's logprobs, per token; with
-    the call's `topk`, also the K most likely tokens and their logprobs.
+    A critic returns `values` per token and `bootstrap_values` [B], the values after truncated trajectories. A scalar
+    head returns its number after the last token, [B]. A language model returns logprobs per token and, if the call
+    sets `topk`, the K most likely tokens and their logprobs.
     """
     role, key = call.role or "policy", call.outputs[0]
     scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
-    has_end = None
+    needs_end = None
     if scores_ends:
-        has_end = torch.ones_like(experience.is_truncated)
+        needs_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
-        has_end = experience.is_truncated
-    # Another policy, like the base model, did not sample the tokens.
-    lengths, read = experience.lengths, experience.rollout_part(has_end, is_sampler=not call.base_only)
+        needs_end = experience.is_truncated
+    # The base model did not sample the tokens.
+    lengths, read = experience.lengths, experience.rollout_part(needs_end, is_sampler=not call.base_only)
     rows = microbatch_rows(read, ranks, call.microbatch_tokens or module.microbatch_tokens)
     parts = Microbatches(read, rows, module.device)
     model = getattr(module, role)
@@ -159,12 +159,12 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
                 raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
-            # The dtype is explicit because half precision changes the default, and bfloat16 would round the logprobs.
+            # The dtype is explicit because half precision changes the default, and bfloat16 would round logprobs.
             numbers[key].append(values.float())
             if output.teacher_topk_ids is not None and output.teacher_topk is not None:
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
-        numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # waits only at the end
+        numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # the only wait
     result: _Outputs = {}
     for name, parts_of_rows in numbers.items():
         if parts_of_rows and not scores_ends:
@@ -173,13 +173,13 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 for index, part in zip(rows, parts_of_rows, strict=True)
             ]
             result[name] = TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
-    if has_end is not None:
+    if needs_end is not None:
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                ends = lengths[index].clamp(max=part.shape[1] - 1)  # rows without an end read any position
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # other rows read any position; see below
                 at_end[index] = part.gather(1, ends[:, None])[:, 0]
-        result[key if scores_ends else "bootstrap_values"] = torch.where(has_end, at_end, 0.0)
+        result[key if scores_ends else "bootstrap_values"] = torch.where(needs_end, at_end, 0.0)
     return result
 
 
@@ -187,7 +187,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Calls the module's `advantages`, with the reward model's scores added to the rewards.
 
     Raises:
-        ValueError: if all scores are 0, as of an untrained head, which a model on the meta device does not show.
+        ValueError: if all scores are 0, which shows an untrained head; a model on the meta device cannot show it.
     """
     changes: _Outputs = {}
     if "reward_model_scores" in experience.rows:
@@ -211,7 +211,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:
-    """Checks what `advantages` returned, [B] or per token, and sets it to 0 on tokens that do not train."""
+    """Checks what `advantages` returned, [B] or per token, and sets it to 0 outside the loss mask."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
@@ -219,9 +219,9 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
     mask = experience["loss_mask"] if is_whole else experience.local.loss_mask
     if values.shape != mask.shape:
         shape = tuple(values.shape)
-        local = "" if is_whole else ", of experience.local,"
+        local = "" if is_whole else " of experience.local"
         raise ValueError(
-            f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local} got {shape}."
+            f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local}, got {shape}."
         )
     masked = torch.where(mask, values.detach().float().cpu(), 0.0)
     return TokenRows.of_padded(masked, experience.lengths, rows)
@@ -249,7 +249,7 @@ def _function_outputs(
     Raises:
         TrainingError: if the function raises anything but a LightRLError, which names its own source.
         ValueError: if the result is not a tensor for each output, with a row for each trajectory, or contains NaN
-            because it read rewards, which are NaN until they are known.
+            because the function read rewards, which are NaN until they are known.
     """
     assert call.run is not None
     try:
@@ -272,7 +272,7 @@ def _function_outputs(
         if not isinstance(value, Tensor) or (shape != (num,) and shape[:2] != (num, width)):
             raise ValueError(
                 f"Model call {call.name!r} must return {name!r} as a tensor [B] = {(num,)} or [B, T] = {(num, width)}, "
-                f"rows in order, got {shape}."
+                f"with its rows in order, got {shape}."
             )
         if "rewards" not in call.inputs and value.isnan().any() and experience.rewards.isnan().any():
             raise ValueError(
@@ -282,7 +282,7 @@ def _function_outputs(
     return {name: value.detach() for name, value in outputs.items()}
 
 
-WAIT_S = 1.0  # between two calls of `on_wait`
+WAIT_S = 1.0  # seconds between calls of `on_wait`
 
 _State = TypeVar("_State")
 _Results = Mapping[str, Any]
@@ -292,21 +292,21 @@ _Results = Mapping[str, Any]
 class CallRun(Generic[_State]):
     """Runs the infer calls of a graph; `finish` returns the state with their results added.
 
-    Calls of the trainer's models run in the thread that finishes, each other call in its own thread, which adds its
-    result and starts the calls that were waiting for it. A call that misses its deadline is named in the error and
-    abandoned; its thread is a daemon.
+    Calls of the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
+    which adds the result and starts the calls that were waiting for it. A call that misses its deadline is named in
+    the error and abandoned; its thread is a daemon.
 
-    With several ranks, each rank runs its own calls, the trainer's in the graph's order. Results are shared as late as
-    possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
+    With several ranks, each rank runs the calls whose models it holds, in the graph's order. Results are shared as late
+    as possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
 
     Args:
-        graph: the calls; its train calls are skipped.
-        state: an Experience; `add(experience, tensors)` returns one with more keys.
+        graph: all calls; train calls are skipped.
+        state: an Experience. `add(state, outputs)` returns a copy that also has these outputs.
         run: returns the outputs of a call by key; called from several threads concurrently.
-        left_out: names of calls whose outputs `state` has, or that run later.
+        left_out: names of calls whose outputs `state` already has, or that run later.
         runs_here: whether this rank runs a call.
-        share: gives every rank the outputs that it needs from the ranks that ran the call; all ranks call it, in the
-            same order. None for one rank, which runs the trainer's calls in the order in which they become ready.
+        share: sends a call's outputs from the ranks that ran the call to the ranks that need them. All ranks call it in
+            the same order. None with one rank, which runs a trainer's call as soon as it is ready.
         on_wait: called about once a second while waiting for a call in another thread.
     """
 
@@ -325,7 +325,7 @@ class CallRun(Generic[_State]):
         self._todo = {call.name for call in self.calls}
         self._partial: set[str] = set()  # calls whose outputs are still divided over several ranks
         self._started: set[str] = set()
-        self._running: dict[str, tuple[ModelCall, float]] = {}  # in other threads, with their deadlines
+        self._running: dict[str, tuple[ModelCall, float]] = {}  # calls in other threads, with their deadlines
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
@@ -362,7 +362,7 @@ class CallRun(Generic[_State]):
     def _run_with_others(
         self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Results], _Results]
     ) -> None:
-        """Runs the trainer's calls of this rank and shares all results with the other ranks."""
+        """Runs this rank's trainer calls, and shares all results with the other ranks."""
         shared = {call.name for call in self.graph.calls} - self._todo
 
         def share_with_all(call: ModelCall) -> None:
@@ -404,7 +404,7 @@ class CallRun(Generic[_State]):
             self._changed.notify_all()
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Waits; raises the error of a call in another thread, or TrainingError at the first missed deadline."""
+        """Waits until `is_enough`; raises a failed call's error, or TrainingError if a call misses its deadline."""
         with self._changed:
             self._raise_if_failed()
             while not is_enough():

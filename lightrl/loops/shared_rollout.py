@@ -1,11 +1,11 @@
-"""SharedRollout: shares rank 0's rollout controller with every rank: groups, drops, progress and errors.
+"""SharedRollout: gives every rank the groups, drops, progress and errors of rank 0's rollout controller.
 
 An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
 tokens that it works on.
 
-Rank 0 rolls out; the others wait for its messages on the CPU group, one every second with the progress so far. So no
-device collective is pending meanwhile, and an error or Ctrl-C on rank 0 promptly reaches every rank, as the same
-exception from the same call.
+Rank 0 rolls out. The others wait on the CPU group for its messages, which report the progress once a second. So no
+device collective is pending during the rollout, and an error or Ctrl-C on rank 0 promptly reaches every rank, as the
+same exception from the same call.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all
 from lightrl.trajectory import FinishReason, Group, JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
-_Summaries = list[list[Any]]  # per group: id, prompt's id, trajectories
-HEARTBEAT_S = 1.0  # between two messages of rank 0 while it waits
+_Summaries = list[list[Any]]  # for each group: its id, its prompt's id, its trajectories
+HEARTBEAT_S = 1.0  # seconds between rank 0's messages while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """Base of the prompts and trajectories on ranks other than 0; explains where missing attributes are."""
+    """Base of prompts and trajectories on ranks other than 0. Its error says where to find a missing attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying looks these up before the fields are set
             raise AttributeError(name)
         raise AttributeError(
-            f"Only rank 0 has {name!r} of {self!r}, with its tokens and texts; other ranks have its numbers: reward, "
-            "metrics, versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
+            f"Only rank 0 has {name!r} of {self!r}. Tokens and texts stay on rank 0; other ranks have the reward, "
+            "metrics and versions. Read it only if trainer.is_global_zero, or read tensors of experience.local in "
             "on_experience_ready."
         )
 
@@ -77,7 +77,7 @@ class RemoteTrajectory(_OnOtherRanks):
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
-    """Returns JSON from which `groups_of` makes the groups of the other ranks."""
+    """Summarizes groups as JSON, from which `groups_of` makes the groups on the other ranks."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, object]:
@@ -107,10 +107,10 @@ def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
 
 
 class SharedRollout:
-    """Has the controller's methods. All ranks call them together, except those documented as "Local".
+    """Offers the controller's methods. All ranks must call them together, except methods documented as "Local".
 
     Args:
-        start: makes the controller, only on rank 0; the other ranks wait for it here, and raise its errors.
+        start: makes the controller; called only on rank 0. The other ranks wait for it and raise its errors.
         ranks: all ranks of the run.
         run_seed, settings: the controller's.
     """
@@ -124,14 +124,14 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_version = -1  # the version of rank 0's engine, on the other ranks
+        self._remote_version = -1  # on other ranks: the weight version of rank 0's engine
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: ShardedExperience | None = None
         ranks.step()  # the report of a hang shows which ranks got this far
         if ranks.is_main:
-            with self._errors_to_all(), ranks.own_deadline():  # the engine enforces it
+            with self._errors_to_all(), ranks.own_deadline():  # enforced by the engine
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.weight_version))
         else:
@@ -149,27 +149,27 @@ class SharedRollout:
         return self._remote_version if self.controller is None else self.controller.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Takes groups like RolloutController; other ranks get them without tokens and texts."""
+        """Takes groups as RolloutController does; on other ranks, they lack tokens and texts."""
         controller = self.controller
         if controller is None:
             summaries, dtypes = self._follow(on_wait)
             if dtypes is not None:
                 self._taken = ShardedExperience.elsewhere(self.ranks.broadcast_tensors({}), dtypes)
             return groups_of(summaries)
-        groups = self._lead(lambda notify: controller.take(weight_version, on_wait=notify), self._summary, on_wait)
+        groups = self._lead(lambda notify: controller.take(weight_version, on_wait=notify), self._keep_taken, on_wait)
         if self._taken is not None:
             self.ranks.broadcast_tensors(self._taken.table)
         return groups
 
     def pop_experience(self) -> ShardedExperience:
-        """Local: returns the Experience of the last `take`, whose tokens are on rank 0; ValueError if it is empty."""
+        """Local: returns the Experience of the last `take`, with its tokens on rank 0. ValueError if it is empty."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
         return taken
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """Waits like RolloutController, and sets the same rewards on each rank's groups."""
+        """Waits as RolloutController does, and sets the same rewards in each rank's groups."""
         controller = self.controller
         if controller is None:
             set_remote_rewards(groups, self._follow(on_wait))
@@ -184,7 +184,7 @@ class SharedRollout:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Evaluates rank 0's prompts like RolloutController, and returns the same groups on each rank."""
+        """Evaluates rank 0's prompts as RolloutController does, and returns the same groups on each rank."""
         controller = self.controller
         if controller is None:
             return [Group.from_state(state) for state in self._follow(on_wait)]
@@ -195,7 +195,7 @@ class SharedRollout:
         )
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Loads weights like RolloutController; every rank takes part in making the buckets, and rank 0 loads them.
+        """Loads weights as RolloutController does: all ranks make the buckets together, and rank 0 loads them.
 
         An error that the engine raises on rank 0 is raised on every rank.
         """
@@ -220,18 +220,18 @@ class SharedRollout:
             self.controller.commit()
 
     def drain_drops(self) -> list[Drop]:
-        """Local: returns the trajectories dropped until the last `take` or `evaluate`."""
+        """Local: returns and clears the drops recorded up to the last `take` or `evaluate`."""
         drops, self._drops = self._drops, []
         return drops
 
     def drain_group_drops(self) -> dict[str, int]:
-        """Local: returns RolloutController's counts, up to the last `take`."""
+        """Local: returns and clears RolloutController's counts of dropped groups, up to the last `take`."""
         drops = dict(self._group_drops)
         self._group_drops.clear()
         return drops
 
     def progress(self) -> dict[str, float]:
-        """Local: returns queue depths, on rank 0 as they are, on the others as of the last `take` or `evaluate`."""
+        """Local: returns queue depths: the current ones on rank 0, elsewhere those at the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
     def state_dict(self) -> State:
@@ -248,7 +248,7 @@ class SharedRollout:
         if self.controller is not None:
             self.controller.close()
 
-    def _summary(self, groups: Sequence[Group]) -> list[object]:
+    def _keep_taken(self, groups: Sequence[Group]) -> list[object]:
         items = [item for group in groups for item in group.trajectories]
         has_rewards = not self.settings.defers_rewards
         self._taken = ShardedExperience.from_trajectories(items, has_rewards=has_rewards) if items else None
@@ -257,7 +257,7 @@ class SharedRollout:
     def _lead(
         self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], object], on_wait: OnWait | None
     ) -> _Groups:
-        """Does the work on rank 0, and sends the others its progress and its result."""
+        """Runs `work` on rank 0, and sends its progress and result to the other ranks, which are in `_follow`."""
         sent_s = time.monotonic()
 
         def notify(done: int, total: int) -> None:
@@ -286,7 +286,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> Any:
-        """Waits on the other ranks for the result of rank 0's work, as JSON."""
+        """Runs on the other ranks: waits for the result of `_lead` on rank 0, and returns it as parsed JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)

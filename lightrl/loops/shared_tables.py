@@ -1,4 +1,4 @@
-"""Tables that an Experience's rows refer to: each image is sent once to every rank whose rows show it."""
+"""Sharing of the images that an Experience's rows refer to: each is sent once to every rank whose rows contain it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 def share_tables(
     experience: ShardedExperience, trajectories: Sequence[Trajectory], module: RLModule, *, has_all: Collection[int]
 ) -> ShardedExperience:
-    """Reads the images on the ranks `has_all`, and sends each once to the ranks that work on it. Collective."""
+    """Reads the images on the ranks `has_all`, and sends each once to the ranks that need it. Collective."""
     image_reader = module.image_reader
     ranks = experience.ranks
-    rows = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
-    table = ImageTable.of(rows, image_reader) if any(rows) else None
+    images_by_row = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []
+    table = ImageTable.of(images_by_row, image_reader) if any(images_by_row) else None
     if ranks.size == 1 or image_reader is None:
         return experience if table is None else experience.with_tensors(table._asdict())
-    kinds = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
-    fields = ranks.broadcast_tensors(kinds)
+    without_pixels = {} if table is None else table._replace(pixel_values=table.pixel_values[:0])._asdict()
+    fields = ranks.broadcast_tensors(without_pixels)
     if not fields:
         return experience
     empty, grids, image_rows = (fields[name] for name in ImageTable._fields)
     images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
     pixels = nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
     shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in working_rows(experience)]
-    needs = torch.stack([is_shown for is_shown, _ in shown])
+    needs = torch.stack([is_shown for is_shown, _ in shown])  # which images each rank needs
     pixels = exchange(images, {"pixel_values": pixels}, all_rows_of(images, has_all), needs)["pixel_values"]
     is_here, image_rows = shown[ranks.rank]
     local = ImageTable(torch.from_numpy(pixels.flat(pixels.here)), grids[is_here], image_rows)

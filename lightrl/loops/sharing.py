@@ -1,8 +1,8 @@
-"""What ranks exchange in an iteration besides sums: rows of the rollout, rewards, outputs of model calls.
+"""Functions with which ranks exchange rows, rewards and model call outputs during an iteration.
 
     rank 0 ── rows ──► the ranks that work on them        once, after the rollout
     inferring ranks ── values … ──► other ranks that work on the same rows
-    rank 0 ── outputs of functions, rewards per token ──► the ranks that work on the rows
+    rank 0 ── function outputs, token rewards ──► the ranks that work on the rows
 
 B trajectories, W ranks.
 """
@@ -93,7 +93,7 @@ def accept(before: ShardedExperience, local: Experience, changed: Experience | N
 
     Args:
         before, local: the Experience that the hook got, and `before.local`.
-        changed: the hook's result, with other masks or advantages; None for no change.
+        changed: the hook's result, which may have a different loss mask or advantages; None for no change.
     """
     accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
@@ -110,7 +110,7 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
 
     Raises:
         TypeError: if it is not an Experience with advantages.
-        ValueError: if it differs from `before` in more than loss mask and advantages, or adds tokens to the loss mask.
+        ValueError: if it changes anything but loss mask and advantages, or adds tokens to the loss mask.
     """
     if not isinstance(changed, Experience) or changed.advantages is None:
         raise TypeError(
@@ -128,7 +128,7 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
     if num_added:
         raise ValueError(
             f"on_experience_ready added {count_text(num_added, 'token')} to loss_mask, but may only remove "
-            "tokens: added ones have no logprobs. Return loss_mask & your_mask."
+            "tokens, because added tokens have no logprobs. Return loss_mask & your_mask."
         )
     return replace(changed, advantages=torch.where(changed.loss_mask, changed.advantages, 0.0))
 
@@ -136,13 +136,13 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
 def share_outputs(
     experience: ShardedExperience, module: RLModule, call: ModelCall, outputs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Gives every rank a call's outputs: [B] for all rows, per token for the rows that it works on. Collective.
+    """Gives every rank a call's outputs: [B] for all rows, per token for rows that the rank works on. Collective.
 
-    The call ran on the ranks of its role, each with its share of the rows, or on rank 0; elsewhere `outputs` are empty.
+    The call ran on rank 0, or on the ranks of its role, each with its share of the rows. Elsewhere `outputs` is empty.
     """
     ranks, needs = experience.ranks, working_rows(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
-        if call.on_all_ranks:  # advantages, from each row's owner; with `advantage_inputs` every rank computes all
+        if call.on_all_ranks:  # advantages: from each row's owner, or already on every rank with `advantage_inputs`
             tokens = {name: value for name, value in outputs.items() if isinstance(value, TokenRows)}
             tokens = {name: value for name, value in tokens.items() if name not in rollout_fields()}
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
@@ -150,7 +150,7 @@ def share_outputs(
         holders = holders_of(call, ranks) if is_forward(call) else None
         has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders)
         source = 0 if holders is None else holders.first_rank
-        # Dtypes and shapes: an empty tensor for an output per token, one rank's tensor for an output [B].
+        # For each output, a tensor of its dtype and shape: empty if it is per token, one rank's values if it is [B].
         kinds = {
             name: torch.from_numpy(value.empty.copy()) if isinstance(value, TokenRows) else value
             for name, value in (outputs if ranks.rank == source else {}).items()
@@ -162,11 +162,11 @@ def share_outputs(
             if not len(kinds[name]):
                 tokens = {name: outputs[name] if name in outputs else nowhere(experience, kinds[name])}
                 needed = needs.clone()
-                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log keeps a function's outputs
+                needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log records function outputs
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]
-            else:  # each dp rank has its share and 0 elsewhere; its first member sends it
+            else:  # each dp rank has its rows and 0 elsewhere; its first member sends them
                 is_sender = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
                 shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(kinds[name]))
         return shared

@@ -1,7 +1,7 @@
-"""StepLog: keeps the numbers that an iteration logs in one dict, beside Lightning's results for other values.
+"""StepLog: keeps an iteration's logged numbers in one dict, next to Lightning's results for other values.
 
 For each value, Lightning's `log` makes metadata, compares it with the previous call's, and updates a torchmetrics
-Metric. That takes 0.3 ms, 30 times in an iteration with 30 values. A plain number of the current step needs none of it.
+Metric. That takes 0.3 ms for each of an iteration's 30 or so values. A plain number for one step needs none of it.
 Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
 
 Rows count iterations from 1; Lightning counts from 0. Row 0 is the validation before training.
@@ -28,17 +28,17 @@ _T = TypeVar("_T")
 
 
 class StepLog(_LoggerConnector):
-    """Keeps a number's last value until the end of the epoch, like Lightning."""
+    """Keeps a number's last value until the end of the epoch, as Lightning does."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._numbers: dict[str, float] = {}
         self._in_bar: set[str] = set()
-        self._tensors: dict[str, Tensor] = {}  # the numbers as float32, like Lightning's
+        self._tensors: dict[str, Tensor] = {}  # `_numbers` as float32, as in Lightning; empty until read
         trainer.fit_loop.epoch_loop._batches_that_stepped = 1  # the row's number, for Lightning's callbacks too
 
     def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Keeps a number of this training batch; returns False if Lightning must log it, for example for the epoch."""
+        """Keeps a number for this training batch. Returns False if Lightning must log it, as for an epoch's mean."""
         if not self._is_in_batch or not _is_plain(settings):
             return False
         self._numbers[name] = float(value)
@@ -50,24 +50,24 @@ class StepLog(_LoggerConnector):
     @property
     def metrics(self) -> Any:
         metrics: Any = super().metrics
-        metrics["log"].update(self._own())
-        metrics["callback"].update(self._own())
-        metrics["pbar"].update(self._own_in_bar())
+        metrics["log"].update(self._as_tensors())
+        metrics["callback"].update(self._as_tensors())
+        metrics["pbar"].update(self._in_progress_bar())
         return metrics
 
     # Lightning derives these from `metrics` only if something was logged through Lightning.
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        return _updated(super().callback_metrics, self._own())
+        return _updated(super().callback_metrics, self._as_tensors())
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        return _updated(super().logged_metrics, self._own())
+        return _updated(super().logged_metrics, self._as_tensors())
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        return _updated(super().progress_bar_metrics, self._own_in_bar())
+        return _updated(super().progress_bar_metrics, self._in_progress_bar())
 
     @property
     def should_update_logs(self) -> bool:
@@ -103,7 +103,7 @@ class StepLog(_LoggerConnector):
             place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
             raise OSError(
                 f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set "
-                "another default_root_dir or save_dir of the logger."
+                "a different default_root_dir or save_dir of the logger."
             ) from cause_to_show(error)
 
     def reset_results(self) -> None:
@@ -114,7 +114,7 @@ class StepLog(_LoggerConnector):
     def _is_in_batch(self) -> bool:
         return bool(self.trainer.training) and self._first_loop_iter is not None
 
-    def _own(self) -> dict[str, Tensor]:
+    def _as_tensors(self) -> dict[str, Tensor]:
         if not self._numbers or not self._is_in_batch:
             return {}
         if not self._tensors:
@@ -122,12 +122,12 @@ class StepLog(_LoggerConnector):
             self._tensors = dict(zip(self._numbers, values.unbind(), strict=True))
         return self._tensors
 
-    def _own_in_bar(self) -> dict[str, float]:
-        return {name: value.item() for name, value in self._own().items() if name in self._in_bar}
+    def _in_progress_bar(self) -> dict[str, float]:
+        return {name: value.item() for name, value in self._as_tensors().items() if name in self._in_bar}
 
 
 def keep_rows(loggers: Iterable[Logger]) -> None:
-    """Makes CSVLogger continue the resumed run's file in its folder, which Lightning would delete."""
+    """Makes CSVLogger append to the resumed run's metrics.csv, which Lightning would delete."""
     for logger in [logger for logger in loggers if isinstance(logger, CSVLogger)]:
         path = Path(logger.log_dir, "metrics.csv")
         if not path.is_file():

@@ -1,26 +1,26 @@
 """The update phase: one optimizer step per minibatch, with the loss reduced over all its microbatches.
 
-N loss tokens and B trajectories count the whole minibatch, so gradients do not depend on how it is divided. Nor do
-metrics: they are the same numbers however an iteration is divided into microbatches, minibatches and ranks.
+The loss is divided by token or trajectory counts of the whole minibatch, so gradients do not depend on how it is cut
+into microbatches. Metrics do not depend on how an iteration is cut into microbatches, minibatches and ranks either.
 
 A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]. A pair of
 values and weights of the same shape gives their weighted mean, Σ w·v / Σ w. If the name starts with `max_` or `min_`,
 the metric is the largest or smallest value whose weight is not 0; with `num_`, it is the weighted sum. A metric whose
 weights are all 0 is left out.
 
-A part of a metric is a tensor [2], the number so far and the sum of its weights: Σ w·v (or the bound) and Σ w. Parts of
-microbatches, ranks and minibatches are joined in the same way.
+A part of a metric is a tensor [2]: Σ w·v (or the maximum or minimum so far), and Σ w. Parts of microbatches, ranks and
+minibatches are joined in the same way.
 
 The effective sample size needs two sums. Let w be the weight of a token's policy gradient. The means of w and of w²
 over the tokens that learn (w ≠ 0) are joined as two metrics, from which `values_of` computes `ess_fraction` = mean(w)²
-/ mean(w²) = (Σw)² / (N Σw²): 1 on-policy, about 1/N if one of N tokens has all the weight. It counts tokens, not
-trajectories, because the losses weight tokens, and because rounding dominates the product of a long trajectory's ratios
-(30,000 tokens that differ by 0.01 nats have a standard deviation of 1.7 nats: an effective sample size of 5 %
-on-policy).
+/ mean(w²) = (Σw)² / (N Σw²). It is 1 on-policy, and about 1/N if one of N tokens carries all the weight. It counts
+tokens, not trajectories, because losses weight tokens, and because rounding dominates the product of a long
+trajectory's ratios: 30,000 differences of 0.01 nats have a standard deviation of 1.7 nats, so even on-policy the
+effective sample size would be 5 %.
 
-Unlike validation's, they are not torchmetrics Metrics. A Metric reduces each of its states with a separate collective
-(about 60 per update instead of two) in every process instead of a role's ranks, and requires the same metrics on all
-ranks. Shapes: B trajectories, T tokens.
+Unlike validation metrics, these are not torchmetrics Metrics. A Metric reduces each of its states with a separate
+collective (about 60 per update instead of two), in every process instead of only a role's ranks, and requires the same
+metrics on all ranks. Shapes: B trajectories, T tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """Returns how values of a metric with this name are joined; the part before the last slash does not matter."""
+    """Returns how a metric's values are joined, judged by the first word after the last slash of its name."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")
@@ -63,7 +63,7 @@ def reduction_of(name: str) -> Reduction:
 
 @torch.no_grad()
 def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tensor]:
-    """Returns a microbatch's parts of metrics; computes masks and sums only once for metrics that share weights.
+    """Returns a microbatch's part of each metric. Metrics that share weights also share their mask and sum.
 
     Args:
         metrics: name (see `reduction_of`) → values [B, T] or [B], or a pair of values and weights; masked positions
@@ -71,7 +71,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # Dimensions of unweighted values, or id of weights → the weights, the mask where they count, and their sum.
+    # Key: the weights' id, or the number of dims if there are none. Value: weights, where they count, and their sum.
     weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():
@@ -95,8 +95,8 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
     return dict(zip(metrics, torch.stack([torch.stack(numbers), torch.stack(sums)], 1).unbind(), strict=True))
 
 
-def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Joins two parts of one metric."""
+def join_parts(name: str, first: Tensor, second: Tensor) -> Tensor:
+    """Joins two parts of one metric: keeps the larger or smaller bound, or adds the sums; always adds the weights."""
     reduction = reduction_of(name)
     if reduction in ("mean", "sum"):
         return first + second
@@ -105,7 +105,7 @@ def joined(name: str, first: Tensor, second: Tensor) -> Tensor:
 
 
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the metrics of complete parts, except metrics without weight."""
+    """Returns each metric's value from its complete part; omits metrics whose weights are all 0."""
     values: dict[str, float] = {}
     for name, part in parts.items():
         number, weight = part.tolist()
@@ -117,9 +117,9 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Joins this rank's parts with those of the other ranks, the same result on each; ranks may have different names.
+    """Joins the parts of all ranks, which may have different metrics; every rank gets the same result.
 
-    A sum suffices: each rank writes its own column and reads all.
+    One sum suffices: each rank fills only its own column of a table of zeros, so the sum contains all columns.
     """
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
@@ -136,15 +136,15 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Joins these parts of metrics into `whole`."""
+    """Joins these parts of metrics into `whole`, in place."""
     for name, part in parts.items():
-        whole[name] = joined(name, whole[name], part) if name in whole else part
+        whole[name] = join_parts(name, whole[name], part) if name in whole else part
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
-    """Returns the names that any rank has; sends no names if a checksum shows that all ranks have the same ones."""
+    """Returns the names that any rank has; sends names only if a checksum shows that the ranks have different ones."""
     encoded = json.dumps(own).encode()
-    checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # and lengths
+    checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # of the names, and their lengths
     checksums[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
     checksums = ranks.sum_(checksums)
     if bool((checksums == checksums[0]).all()):
@@ -164,10 +164,10 @@ class MinibatchLoss:
     """Reduces the losses and metrics that `RLModule.loss` or `value_loss` returns for a minibatch's microbatches.
 
     Args:
-        module: has the losses and `loss_reduction`.
-        minibatch: all microbatches of all ranks together.
-        role: whose model is trained.
-        ranks: all ranks of the run; the role's ranks have the other microbatches.
+        module: defines the losses and `loss_reduction`.
+        minibatch: the whole minibatch, of all ranks.
+        role: the role whose model is trained.
+        ranks: all ranks of the run; the role's ranks divide the minibatch among them.
         weight_version: the version of the current weights in an iteration's first update; None in later ones.
     """
 
@@ -186,7 +186,7 @@ class MinibatchLoss:
     def __call__(self, experience: Experience, outputs: Outputs) -> Tensor:
         """Computes this microbatch's share of the minibatch's loss, a scalar with gradient.
 
-        If the critic is a head on the policy's body, it is loss + value_coef · value loss.
+        If the critic is a head on the policy's body, the loss is policy loss + value_coef · value loss.
         """
         experience, outputs = self._neutralized(experience, outputs)
         if self.role != "policy":
@@ -203,29 +203,32 @@ class MinibatchLoss:
             )
         with torch.no_grad():
             metrics["entropy_nats"] = outputs.entropy
-            difference = kl(experience.behavior_logprobs, outputs.logprobs, estimator="k3")
-            metrics["kl_behavior_nats"] = difference
-            if not isinstance(weights, Tensor):
-                weights = policy_ratio(outputs.logprobs, experience.behavior_logprobs)
-            learns = weights != 0
-            metrics |= {WEIGHT: (weights, learns), SQUARED_WEIGHT: (weights.square(), learns)}
-            mismatch = (outputs.logprobs - experience.behavior_logprobs).abs()
-            metrics |= {"behavior_abs_dlogp_nats": mismatch, "max_behavior_abs_dlogp_nats": mismatch}
-            if self.weight_version is not None:
-                # The same version in trainer and engine: this measures numerics only, without the policy's lag.
-                is_present = experience.weight_versions == self.weight_version
-                metrics["sync/mismatch_k3_nats"] = difference, is_present
-                metrics["sync/mismatch_abs_dlogp_nats"] = mismatch, is_present
-                metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_present
-                # Only rows without older tokens, whose key-values an engine may reuse.
-                is_present = (is_present | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mask)
-                metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, is_present
-                metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, is_present
-                metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), is_present
+            metrics |= self._behavior_metrics(experience, outputs.logprobs, weights)
             add_parts(self.parts, parts_of(metrics, mask))
         if outputs.values is not None:
             share = share + self.module.value_coef * self._value_share(experience, outputs, "critic")
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
+
+    def _behavior_metrics(self, experience: Experience, logprobs: Tensor, weights: Metric | None) -> dict[str, Metric]:
+        """Returns metrics that compare the current policy with the behavior policy, which sampled the tokens."""
+        k3 = kl(experience.behavior_logprobs, logprobs, estimator="k3")
+        mismatch = (logprobs - experience.behavior_logprobs).abs()
+        weights = weights if isinstance(weights, Tensor) else policy_ratio(logprobs, experience.behavior_logprobs)
+        learns = weights != 0
+        metrics: dict[str, Metric] = {"kl_behavior_nats": k3}
+        metrics |= {WEIGHT: (weights, learns), SQUARED_WEIGHT: (weights.square(), learns)}
+        metrics |= {"behavior_abs_dlogp_nats": mismatch, "max_behavior_abs_dlogp_nats": mismatch}
+        if self.weight_version is not None:
+            # Tokens that the current weights sampled: these metrics measure only numerics, not the policy's change.
+            is_current = experience.weight_versions == self.weight_version
+            metrics["sync/mismatch_k3_nats"] = k3, is_current
+            metrics["sync/mismatch_abs_dlogp_nats"] = metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_current
+            # Only rows without older tokens, whose key-values an engine may have reused.
+            in_current_row = (is_current | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mismatch)
+            metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
+            metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
+            metrics["sync/num_present_tokens"] = torch.ones_like(mismatch), in_current_row
+        return metrics
 
     def _name(self, hook: str) -> str:
         return f"{type(self.module).__name__}.{hook}"
@@ -236,9 +239,7 @@ class MinibatchLoss:
         try:
             result = getattr(self.module, hook)(experience, values)
         except MisconfigurationException as error:
-            raise ValueError(
-                f"{name} must not call self.log. Return the metric under its name, as 'loss' is."
-            ) from error
+            raise ValueError(f"{name} must not call self.log. Return the metric by name, next to 'loss'.") from error
         except (AttributeError, TypeError) as error:
             missing = FIELDS - experience.tensors().keys()
             if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
@@ -274,7 +275,7 @@ class MinibatchLoss:
         """Returns a hook's reduced loss; adds its other metrics to `metrics` under their prefixed names."""
         mask, hook = experience.loss_mask, self._name(hook)
         if "loss" not in result:
-            raise ValueError(f"{hook} must return 'loss' among its keys, got {sorted(result)}.")
+            raise ValueError(f"{hook} must return a dict with the key 'loss', got the keys {sorted(result)}.")
         for name, metric in result.items():
             _check_metric(hook, name, metric, mask)
             if name != "loss":
@@ -292,12 +293,12 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # Under any reduction, the sum of the shares is minimized; the weights of these parts sum to 1.
+        # With any reduction, the loss is the sum of the shares, so the weights of its parts sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
     def _token_weights(self, experience: Experience, gaps: Tensor) -> Tensor | None:
-        """Returns `row_weights` for each token, [B, T]; None if all are 1."""
+        """Returns each token's weight from `row_weights`, [B, T]; None if all are 1."""
         rows = BranchRows.of(gaps, experience.lengths)
         weights = self.module.row_weights((rows.spread(experience.loss_mask) & rows.is_first).sum(1), rows.trees)
         if weights is None:
@@ -312,14 +313,14 @@ class MinibatchLoss:
         if self.holders.is_here and self.holders.dp_size > 1:
             self.parts = over_ranks(self.parts, self.holders)
         if self.holders.size < self.ranks.size:
-            with self.ranks.phase(f"update: {self.role}"):  # gives the parts of the role's ranks to all
+            with self.ranks.phase(f"update: {self.role}"):  # also for ranks without the role
                 self.parts = self.ranks.broadcast_tensors(self.parts, source=self.holders.first_rank)
         if self.parts:  # to the host in one copy
             numbers = torch.stack(list(self.parts.values())).cpu().double()
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def _neutralized(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
-        """Replaces values outside the loss mask; with a single update, the proximal logprobs are the current ones."""
+        """Sets values outside the loss mask to 0; with a single update, also sets the proximal logprobs."""
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
         outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))
@@ -341,11 +342,11 @@ def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
                 f"{hook} must return {name!r} per token, [B, T] = {tuple(mask.shape)}, or per trajectory, [B] = "
-                f"{tuple(mask.shape[:1])}, got {shape}. The framework averages."
+                f"{tuple(mask.shape[:1])}, got {shape}. The framework averages it."
             )
     if tensors[0].shape != tensors[-1].shape:
         raise ValueError(
-            f"The values and weights of {name!r} from {hook} must have one shape, got {tuple(tensors[0].shape)} and "
+            f"Values and weights of {name!r} from {hook} must have the same shape, got {tuple(tensors[0].shape)} and "
             f"{tuple(tensors[-1].shape)}."
         )
 

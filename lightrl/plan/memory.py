@@ -418,7 +418,7 @@ def _divisors(number: int, *, above: int) -> list[int]:
 
 
 def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
-    """Yields the name of a setting, the largest value with an effect, and a function that returns the run with a value."""
+    """Yields a setting's name, its largest value with an effect, and a function that returns the run with a value."""
     engine = run.engine
     if engine is not None and engine.place == "rank 0":
         rows = rows_of(run, engine)

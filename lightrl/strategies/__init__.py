@@ -1,19 +1,19 @@
 """Strategies place a model's parameters and computation on devices. Each makes a role's ParallelModel (models package).
 
 Reading order:
-    single.py            one process, one device: the cheapest layout of a microbatch, logprobs from hidden states
-    head.py              the output head: the tokens whose logprobs it computes, and its results
+    single.py            one process, one device: chooses a microbatch's cheapest layout, computes logprobs
+    head.py              the output head: which tokens' logprobs it computes, and its results
     layouts/             how a microbatch goes through a model without its padding
     checkpoint/          checkpoints, written completely or not at all, and read without running code
     ranks/               the processes of a run, their communication, and the detection of failures
-    sharded_experience/  an iteration's trajectories on all ranks: where each row trains, what is sent
+    sharded_experience/  an iteration's trajectories, distributed over all ranks
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
     fsdp2_model.py       a sharded model
     parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
     stages.py            this rank's part of a model; pipeline.py: schedules and their execution
-    tensor_plans.py      how to split a model, from transformers' plans; tensor_parallel.py: parameters split over tp
+    tensor_plans.py      how to split a model, from transformers' plans; tensor_parallel.py: splits parameters over tp
     empty_model.py       builds models without memory and fills them tensor by tensor
-    precision.py         Lightning's precision plugins: batches unchanged, gradients clipped over all ranks
+    precision.py         Lightning's precision plugins, changed to keep batches and to clip over all ranks
     known_strategies.py  the strategies that can train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass

@@ -1,7 +1,7 @@
 """Builds models without memory and loads their weights: each rank reads its shards, one tensor at a time.
 
-A model may therefore be larger than one rank's memory. Buffers have memory from the start: they are small, and unsaved
-buffers (the angles of rotary embeddings) would be garbage if they were created on the meta device.
+A model may therefore be larger than one rank's memory. Buffers get memory at once, because they are small, and because
+buffers that are not saved (rotary embeddings' angles) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ROLE = "lightrl_role"  # the attribute that holds the role of a model without w
 
 
 def empty_model(role: Role) -> PreTrainedModel:
-    """Builds the role's model with its buffers but without its weights, which `fill_model` loads.
+    """Builds the role's model with buffers but without weights; `fill_model` loads the weights.
 
     Raises:
         ValueError: for a quantized checkpoint, or a tuning that needs whole parameters.
@@ -52,7 +52,7 @@ def empty_model(role: Role) -> PreTrainedModel:
     with torch.device("cpu"), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make(config, trust_remote_code=spec.trust_remote_code, **spec.build_options)
     if spec.path is not None:
-        with contextlib.suppress(OSError):  # the file is optional
+        with contextlib.suppress(OSError):  # this file is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
     with _parameters_on_meta():
         role.tuning.add_to(model)
@@ -69,8 +69,8 @@ def take_role(model: torch.nn.Module) -> Role | None:
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
     """Loads the weights of a sharded model that `empty_model` built; collective.
 
-    Each rank reads its shards from the checkpoint's files. Rank 0 creates random weights, and the parameters that the
-    tuning adds, and distributes them.
+    Each rank reads its shards from the checkpoint's files. Rank 0 creates random weights and parameters added by the
+    tuning, and sends each rank its shards.
 
     Args:
         device: device of the shards.
@@ -102,7 +102,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves a model without memory to a device, with uninitialized parameters and with its buffers' values."""
+    """Moves a model without memory to a device: parameters are uninitialized, buffers keep their values."""
     buffers = [
         (module, name, buffer.to(device))
         for module in model.modules()
@@ -116,13 +116,13 @@ def give_memory(model: torch.nn.Module, device: torch.device) -> None:
 
 def _fill(parameter: Tensor, whole: Tensor | None) -> None:
     """Distributes rank 0's whole tensor to a parameter's shards; `whole` is None on other ranks."""
-    assert isinstance(parameter, DTensor), "fully_shard makes all of them DTensors"
+    assert isinstance(parameter, DTensor), "fully_shard makes all parameters DTensors"
     device, shape, dtype = parameter.device_mesh.device_type, parameter.shape, parameter.dtype
     sent = torch.empty(shape, dtype=dtype, device=device) if whole is None else whole.to(device, dtype)
     placements = parameter.placements
     if all(placement.is_shard() or placement.is_replicate() for placement in placements):
         part = distribute_tensor(sent, parameter.device_mesh, placements).to_local()
-    else:  # torch cannot cut divided experts into unequal shards
+    else:  # torch cannot cut experts divided over ranks into unequal shards
         everywhere = [Replicate()] * len(placements)
         part = part_at(distribute_tensor(sent, parameter.device_mesh, everywhere).to_local(), box_of(parameter))
     parameter.to_local().copy_(part)
@@ -130,7 +130,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter moves to the meta device when a module registers it; buffers keep their memory."""
+    """Inside the context, parameters move to the meta device as modules register them; buffers keep their memory."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -1,10 +1,10 @@
-"""FSDP2Strategy: parameters, gradients and optimizer state sharded over all ranks; same results as one process.
+"""FSDP2Strategy: shards parameters, gradients and optimizer state over all ranks; same results as one process.
 
 Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its shards and
-one or two layers. Models start without memory; each rank reads its shards from the checkpoint.
+one or two whole layers. Models are built without memory; each rank reads its shards from the checkpoint.
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each with a quarter of the model
-                               replica 1: ranks 4 5 6 7, the same; gradients are averaged over both
+                               replica 1: ranks 4 5 6 7, likewise; gradients are averaged over both
     and ep 2:                  ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
 """
 
@@ -76,33 +76,33 @@ EXIT_S = 5.0  # how long to wait for gloo's threads when the process exits
 class FSDP2Strategy(ModelParallelStrategy):
     """Data parallelism with sharded models, for an RLModule: `Trainer(devices=8, strategy=FSDP2Strategy())`.
 
-    Shards every role's model, trained or not, over all ranks or those of its `Role.mesh`. The Trainer sets precision
-    and gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states. Layers are
+    Shards every role's model, trained or not, over all ranks or over its `Role.mesh`. The Trainer sets precision and
+    gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states. Layers are
     gathered in bfloat16, so norm weights are rounded too. `bf16-true` keeps everything in bfloat16.
 
     Args:
-        num_replicas: copies of the model, each sharded over `world size / num_replicas` ranks (hybrid sharding). With
-            one copy per node, parameters are gathered within a node, and only gradients cross nodes.
+        num_replicas: number of copies of the model, each sharded over `world size / num_replicas` ranks (hybrid
+            sharding). With one copy per node, parameters are gathered within a node; only gradients cross nodes.
         ep: number of ranks that each mixture layer's experts are divided over. A rank gathers only its own experts, and
-            tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica;
-            needs torch >= 2.11; does not work with compile_layers, parameters in offload_to_cpu, 16-mixed or role
+            tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica.
+            Needs torch >= 2.11. Does not work with compile_layers, parameters in offload_to_cpu, 16-mixed or role
             meshes.
-        cp: number of ranks that share the tokens of each microbatch, for long trajectories; attention exchanges heads.
-            Must divide ranks and attention heads; needs models that can be packed; does not work with role meshes.
-        reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward. False
-            is faster, but keeps the whole model in memory between forward and backward.
-        activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
+        cp: number of ranks that share each microbatch's tokens, for long trajectories; attention exchanges heads. Must
+            divide the ranks and the attention heads. Needs models that can be packed, and no role meshes.
+        reshard_after_forward: free a layer's parameters after its forward pass, and gather them again for its backward
+            pass. False is faster, but keeps the whole model in memory between the two.
+        activation_checkpointing: keep only each layer's input, and recompute the layer in the backward pass.
         offload_to_cpu: data to keep in CPU memory: `parameters` (shards, gradients and optimizer state; updates run on
-            the CPU), `optimizer` (its state between updates), `activations` (each layer's, until its backward; few with
-            activation_checkpointing). A GPU waits while activations and optimizer state are copied.
+            the CPU), `optimizer` (its state between updates), `activations` (saved by each layer for its backward pass;
+            few with activation_checkpointing). A GPU waits while activations and optimizer state are copied.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch. This saves
-            memory, because no rank keeps whole gradients, and costs communication.
+            memory, because no rank keeps whole gradients, but costs communication.
         compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs, except for models with experts
             (compiled layers cannot replay the engine's choice of experts) or states (models/hybrids.py).
         hang_timeout_s: end the run if a rank waits this long for another rank, which the error names. Before training,
             while models are loaded, the limit is at least 25 minutes.
-        save_async: continue training while a checkpoint is written, from a copy in CPU memory. The next save, or the
-            end of the run, raises any error.
+        save_async: continue training while a checkpoint is written from a copy in CPU memory. If the write fails, the
+            next save or the end of the run raises the error.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.hang_timeout_s = hang_timeout_s
         self.save_async = save_async
         self._writes = BackgroundWrites()
-        self._save_group: dist.ProcessGroup | None = None  # for the writing thread; the main thread uses another
+        self._save_group: dist.ProcessGroup | None = None  # only for the thread that writes checkpoints
         self.ranks = Ranks()
         self._mesh: DeviceMesh | None = None
         self._expert_mesh: DeviceMesh | None = None  # with ep
@@ -147,7 +147,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return {"num_replicas": self.ranks.dp_size, "rank": self.ranks.dp_rank}
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit, naming the nearest that do; needs no device."""
+        """Raises ValueError for sizes that do not fit, and names the nearest sizes that do. Needs no device."""
         world = self.num_processes * self.num_nodes
         processes = f"processes (devices={self.num_processes} × num_nodes={self.num_nodes})"
         _check_divides("num_replicas", self.num_replicas, {processes: world})
@@ -221,7 +221,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.ranks = ProcessRanks(dp_group=dp_group, control_group=control_group, device=self.root_device, watch=watch)
 
     def _make_mesh(self) -> dist.ProcessGroup:
-        """Creates the mesh to shard over, with one axis or two (replicas, shards); returns the dp group."""
+        """Creates the mesh to shard over, which has one axis or two (replica, shard); returns the dp group."""
         dp_mesh = self._mesh = self.device_mesh["data_parallel"]
         if self.num_replicas > 1:
             sizes = (self.num_replicas, self.world_size // self.num_replicas)
@@ -251,7 +251,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside, the models of roles are built without memory; `setup` loads their shards."""
+        """Inside the context, models of roles are built without memory; `setup` loads their shards."""
         with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
@@ -269,7 +269,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def _split_models(self) -> None:
-        """Splits each of the module's models over its ranks, and removes it from other ranks."""
+        """Splits each of the module's models over that model's ranks, and removes it from other ranks."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
         place_by_role: dict[str, Place] = {}
@@ -300,10 +300,10 @@ class FSDP2Strategy(ModelParallelStrategy):
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Shards a model in place, layer by layer, and loads its weights if it has none yet; collective."""
+        """Shards a model in place, layer by layer, and loads its weights if they are not loaded yet. Collective."""
         ranks = self.ranks if place is None else place.ranks
         is_mixed = self.precision_plugin.precision == "bf16-mixed"
-        # Halves the bytes to gather. Autocast would round the same weights, except the norms'.
+        # Halves the bytes to gather. Autocast would round the same weights, except norm weights.
         mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         shard = functools.partial(
             fully_shard,
@@ -321,7 +321,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         is_compiled = compiles(model, self.root_device, self.compile_layers)
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
-        if self.activation_checkpointing:  # before layers are wrapped, since a layer that is a block must replay too
+        if self.activation_checkpointing:  # before layers are wrapped, because a layer may itself be such a block
             wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
@@ -396,12 +396,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the update; moves an offloaded optimizer state to the device after the backward, and back at the end."""
+        """Runs the update. An offloaded optimizer state is on the device only from the backward to the end."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:
             result = closure()
-            self.ranks.average_gradients()  # changes nothing if an RLModule's loop has averaged them already
+            self.ranks.average_gradients()  # no effect if RolloutLoop has averaged them already
             if moves_state:
                 move_state(optimizer, self.root_device)
             return result
@@ -419,7 +419,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder, which is renamed when all ranks have written their parts; raises OSError on failure."""
+        """Writes a folder, and renames it when all ranks have written their parts. Raises OSError on failure."""
         name, mark = self.broadcast((str(filepath), f"{own_mark()}-{secrets.token_hex(8)}"))
         folder = Path(name)
         assert self._save_group is not None
@@ -431,7 +431,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             is_main=self.is_global_zero,
             copies=self.save_async and self.root_device.type == "cpu",  # on GPUs the state is already a copy
         )
-        with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take long while the disk makes progress
+        with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take any time while the disk makes progress
             if self.save_async:
                 self._writes.add(folder, write)
                 return
@@ -443,7 +443,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._writes.remove(filepath)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads weights and optimizers in place and returns the other entries; see `load_folder`."""
+        """Loads weights and optimizers in place, and returns all other entries; see `load_folder`."""
         self._writes.wait()
         assert self.model is not None
         rest = load_folder(Path(self.broadcast(str(checkpoint_path))), self.model, self.optimizers)
@@ -453,7 +453,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 
 def _check_divides(name: str, size: int, numbers: dict[str, int]) -> None:
-    """Raises ValueError, with the nearest sizes that fit, unless `size` divides all numbers (name → number)."""
+    """Raises ValueError, suggesting the nearest sizes that fit, unless `size` divides all numbers (name → number)."""
     for number_name, number in numbers.items():
         if number % size:
             sizes = " or ".join(map(str, nearest_divisors(math.gcd(*numbers.values()), size)))

@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 
 class FSDP2Model(SingleModel):
-    """SingleModel's computation on a sharded model; all code that reads parameters runs inside the root's forward.
+    """Runs SingleModel's computation on a sharded model. Code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model the same number of times, so a rank with fewer rectangles adds calls with one token
-    and ignores their results.
+    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one token and ignores
+    the results.
 
     Args:
         model: sharded by FSDP2Strategy.
         settings: the engine's changes to the logits.
-        ranks: the ranks that share the model; all must pass the same number of microbatches.
+        ranks: the ranks that share the model. All must pass the same number of microbatches.
         value_head: a critic's head, also sharded.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
         is_offloaded: whether the strategy keeps all shards in CPU memory.
         is_policy: as in SingleModel.
-        context_group: ranks that share packed rows and pass the same microbatches.
+        context_group: the ranks that share packed rows; they must pass the same microbatches.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.layouts = {}  # because their number of model calls depends on the rows
+        self.layouts = {}  # shared prefixes could need a different number of calls on each rank
         if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
         self.form = "packed" if self.can_pack else "rectangles"
@@ -130,14 +130,14 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """Returns the number of model calls for each microbatch: as many as the rank with the most rectangles needs."""
+        """Returns how often to call the model for each microbatch: the largest number of rectangles on any rank."""
         if self.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        # A tuple instead of Outputs, because FSDP searches only known containers for the start of the backward.
+        # A tuple, because FSDP looks for the start of the backward only in known containers, not in Outputs.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
     def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
@@ -146,7 +146,7 @@ class FSDP2Model(SingleModel):
 
 
 def cp_refused(cp: int, model_type: str) -> ValueError:
-    """Builds the error for a model whose rows cp cannot cut."""
+    """Builds the error for a model that does not allow context parallelism."""
     return ValueError(
         f"cp={cp} cuts packed rows, but a model of type {model_type!r} does not allow it: its tokens interact beyond "
         "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
@@ -154,13 +154,13 @@ def cp_refused(cp: int, model_type: str) -> ValueError:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Gathers a sharded tensor, without gradient; collective. Returns other tensors unchanged."""
+    """Returns the whole of a sharded tensor, without gradient; collective. Returns other tensors unchanged."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees gathered parameters, which stay in memory after a forward without a backward."""
+    """Frees gathered parameters, which otherwise stay in memory after a forward pass without a backward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,6 +1,6 @@
-"""The output head: the tokens whose logprobs it computes at each predicting position, and its results.
+"""The output head: selects the tokens whose logprobs are computed at each predicting position, and computes them.
 
-Whole models and the last stage of a split model have the same Targets, but compute them with different functions.
+Whole models and the last stage of a split model use the same Targets, but different functions to compute them.
 
 Shapes: B trajectories, T tokens; N positions that predict a token; K additional tokens with logprobs at each.
 """
@@ -23,13 +23,13 @@ from lightrl.models import Candidates
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """How the engine changes logits before sampling, which the trainer's logprobs must reproduce."""
+    """The engine's changes to logits before sampling, which the trainer must make too."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     entropy_needs_gradient: bool = True
-    num_ids: int | None = None  # size of the policy's vocabulary, whose ids the top-k is limited to; None for no limit
+    num_ids: int | None = None  # the policy's vocabulary size, which limits the ids of a top-k; None for no limit
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ def teacher_candidates(experience: Experience) -> Candidates:
     return experience.extras.get("teacher_topk_ids", 0)
 
 
-# `functional.hidden_topk` and `functional.hidden_logprobs`, or functions like them, with hidden states and head bound.
+# `functional.hidden_topk` and `functional.hidden_logprobs`, or similar functions, with hidden states and head bound.
 TopK = Callable[..., Tensor]
 Logprobs = Callable[..., tuple[Tensor, Tensor]]
 
 
 def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
-    """Returns the functions that `read_head` needs, for hidden states [N, H] and a head that this process has whole."""
+    """Returns the functions that `read_head` needs, for hidden states [N, H] and an output head that is not split."""
     inputs: dict[str, Any] = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     return functools.partial(hidden_topk, **inputs), functools.partial(hidden_logprobs, **inputs)
 
@@ -83,7 +83,7 @@ def whole_head(head: torch.nn.Linear, hidden: Tensor) -> tuple[TopK, Logprobs]:
 def read_head(
     topk: TopK, logprobs: Logprobs, targets: Targets, settings: LogprobSettings, *, logit_scale: float = 1.0
 ) -> dict[str, Tensor]:
-    """Computes the fields of Outputs at the N positions of the targets: [N], or [N, K] for the top-k.
+    """Computes the fields of Outputs at the targets' N positions: [N], or [N, K] for the top-k.
 
     Args:
         topk, logprobs: the functions for these positions.

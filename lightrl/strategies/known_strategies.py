@@ -40,7 +40,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Returns lightrl's strategy of this name, or Lightning's name unchanged; raises ValueError for any other."""
+    """Returns lightrl's strategy of this name, or a name known to Lightning unchanged; ValueError for unknown names."""
     if not isinstance(strategy, str):
         return strategy
     ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
@@ -65,9 +65,9 @@ def parallel_model(
     role: str = "policy",
     value_head: torch.nn.Linear | None = None,
 ) -> ParallelModel:
-    """Returns the ParallelModel of this role's model; `value_head` is a critic's head on its body."""
+    """Returns the ParallelModel for this role's model; `value_head` is a critic's head on the model's body."""
     check_strategy(strategy)
-    check_outputs(model.config, f"The {role}")  # configure_model may have changed it
+    check_outputs(model.config, f"The {role}")  # again, because configure_model may have changed the model
     if isinstance(strategy, FSDP2Strategy):
         return strategy.parallel_model(model, settings, role=role, value_head=value_head)
     return SingleModel(model, settings, value_head=value_head, is_policy=role == "policy")

@@ -1,4 +1,4 @@
-"""Offload: keeps data in host memory while the device does not need it, without changing a bit."""
+"""Offload: keeps data in host memory while the device does not need it. Results stay bit-identical."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = torch.device("cpu")
 
 
 def offload_activations(layer: nn.Module) -> None:
-    """Keeps the tensors that the layer's backward needs, except its parameters, in host memory until the backward.
+    """Keeps tensors saved for the layer's backward pass, except its parameters, in host memory until that pass.
 
     Copies run on the device's compute stream, so computation waits for them.
     """
@@ -31,7 +31,7 @@ def offload_activations(layer: nn.Module) -> None:
         storage = tensor.untyped_storage()
         if any(storage._cdata == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
             return tensor  # FSDP2 frees and gathers parameters
-        # A weak reference does not keep the memory, but prevents another storage from getting this address.
+        # A weak reference does not keep the memory alive, but keeps a new storage from getting the same address.
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         key = StorageWeakRef(storage), tensor._version, view  # type: ignore[no-untyped-call]
         copy = copies.get(key)
@@ -59,7 +59,7 @@ class _HostCopy:
 
 @torch.no_grad()
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves the optimizer's moments to a device or to host memory; does not move its step counts."""
+    """Moves the optimizer's moments, but not its step counts, to a device or to host memory."""
     sources = set()
     for state in optimizer.state.values():
         for name, value in state.items():

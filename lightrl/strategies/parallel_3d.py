@@ -1,4 +1,4 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism according to transformers' plans for a model family.
+"""Parallel3DStrategy: pipeline × data × tensor parallelism, according to transformers' plans for each model family.
 
 World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks with
 the same dp index hold one copy of the model and process the same rows. The last stage computes the loss that is
@@ -50,18 +50,18 @@ AXES = ("pp", "dp", "tp")
 class Parallel3DStrategy(FSDP2Strategy):
     """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    Splits dense families for which transformers has plans; see docs/models.md. All roles, trained or not, are split
-    the same way, unless they have a `Role.mesh`. In a stage, parameters are sharded over dp as in FSDP2Strategy.
+    Splits models of dense families that have plans in transformers; see docs/models.md. All roles, trained or not, are
+    split the same way, unless they have a `Role.mesh`. Each stage shards its parameters over dp, as in FSDP2Strategy.
 
     Args:
-        pp: number of ranks of the pipeline. Each holds an equal share of the layers (embedding and head count too).
-        dp: number of ranks with different trajectories; None uses the world size divided by pp · tp.
-        tp: number of ranks that share each layer and the vocabulary; must divide the key-value heads.
+        pp: number of pipeline ranks. Each holds a similar number of parameters, including the embedding and the head.
+        dp: number of ranks with different trajectories. None means the world size divided by pp · tp.
+        tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
-        stages_per_rank: number of stages per rank; None uses 2 for `Interleaved1F1B` and 1 otherwise.
-        activation_checkpointing: keep only each layer's input and recompute the layer in the backward.
+        stages_per_rank: number of stages per rank. None means 2 for `Interleaved1F1B`, otherwise 1.
+        activation_checkpointing: keep only each layer's input, and recompute the layer in the backward pass.
         hang_timeout_s, save_async: as in FSDP2Strategy.
     """
 
@@ -95,7 +95,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
-        """Raises ValueError for sizes that do not fit the world size or a model of the module."""
+        """Raises ValueError if the sizes do not fit the world size or one of the module's models."""
         world = self.num_processes * self.num_nodes
         check_world(self.pp, self.dp_size, self.tp, world)
         if self.precision_plugin.precision == "16-mixed":
@@ -153,7 +153,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         return place
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
-        """Splits a model in place, together with a critic's head on its body; collective over its ranks."""
+        """Splits a model in place, with a critic's head on its body if there is one. Collective over its ranks."""
         mesh = self.device_mesh if place is None else place.mesh
         schedule, stages_per_rank = self._schedule_at(mesh["pp"].size())
         split = split_model(
@@ -169,7 +169,7 @@ class Parallel3DStrategy(FSDP2Strategy):
         self._splits[model] = split
 
     def _schedule_at(self, pp: int) -> tuple[str, int]:
-        """Returns the schedule for `pp` stages, since a role's mesh may have no pipeline to interleave."""
+        """Returns the schedule and stages per rank for `pp` ranks, since a role's mesh may have no pipeline."""
         return (self.schedule, self.stages_per_rank) if pp > 1 or pp == self.pp else ("1F1B", 1)
 
     def parallel_model(
@@ -187,13 +187,13 @@ class Parallel3DStrategy(FSDP2Strategy):
 
 
 class Parallel3DModel:
-    """A split model as a ParallelModel; every call is collective over the ranks with the same dp index.
+    """A split model as a ParallelModel. Every call is collective over the ranks with the same dp index.
 
     Args:
         split: result of `split_model`.
         settings: the engine's changes to the logits.
-        is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs except on the
-            CPU, where separate rows are faster.
+        is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs on all devices
+            but the CPU, where separate rows are faster.
         group: all ranks that share the model; None for all ranks of the run.
     """
 
@@ -226,7 +226,7 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs. Their backward, which all ranks must call, runs the stages' backwards.
+        """Computes one microbatch's outputs. All ranks must call their backward, which runs that of each stage.
 
         Cuts the rows into parts, so that the stages can work at the same time.
         """
@@ -235,7 +235,7 @@ class Parallel3DModel:
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
         feeds, held = self._feeds(parts, [topk] * len(parts)), HeldActivations() if torch.is_grad_enabled() else None
-        # List them before the forwards, which replace the parameters with gathered ones that have no gradients.
+        # Listed before the forwards, which replace parameters with gathered ones that have no gradients.
         parameters: list[Tensor] = [value for stage in self.split.stages.values() for value in stage.parameters()]
         result = torch.cat(self._results(feeds, held))
         if held is None:
@@ -251,7 +251,7 @@ class Parallel3DModel:
         """Backpropagates the gradient of all results, [N, width], and adds to the parameters' gradients."""
         gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for parameter, _ in earlier:  # these are complete, and must not be summed over ranks again
+        for parameter, _ in earlier:  # their gradients are complete, and must not be summed over ranks again
             parameter.grad = None
 
         def run(stage: int, index: int, output: Tensor, gradient: Tensor | None, is_last: bool) -> None:
@@ -279,9 +279,9 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Computes what one process would; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
+        """Gives one process's results; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
 
-        Before the call, gradients must be None or zero; afterwards, they are averaged over dp and complete over pp, tp.
+        Gradients must be None or zero before. They are then averaged over dp, and complete over pp and tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
@@ -343,7 +343,7 @@ class Parallel3DModel:
         return torch.Size(shape), next(self.split.whole.parameters()).dtype
 
     def _from_last(self, result: Tensor | None, feed: Feed) -> Tensor:
-        """Broadcasts the last stage's result [N, width] to all ranks of the pipeline."""
+        """Sends the last stage's result [N, width] to all ranks of the pipeline."""
         pipeline = self.split.pipeline
         if result is None:
             result = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
@@ -352,7 +352,7 @@ class Parallel3DModel:
         return result
 
     def _outputs(self, result: Tensor, feed: Feed, rows: Experience) -> Outputs:
-        """Places the last stage's results [N, width] at their tokens; 0 elsewhere."""
+        """Turns the last stage's results [N, width] into Outputs, aligned to tokens; 0 elsewhere."""
         shape = rows.token_ids.shape
         logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)
@@ -366,7 +366,7 @@ class Parallel3DModel:
 
 
 class _Results(torch.autograd.Function):
-    """Attaches a gradient to a pipeline's results, [N, width]; `run_backward` passes it to the stages."""
+    """Makes a pipeline's results [N, width] differentiable: `run_backward` passes their gradient to the stages."""
 
     @staticmethod
     def forward(ctx: Any, run_backward: Callable[[Tensor], None], _: Tensor, results: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Pipeline schedules: plans when each rank computes which stage and microbatch, and executes the plan.
+"""Pipeline schedules: plans which stage and microbatch each rank computes when, and executes the plan.
 
 A stage is a slice of the model; stage s is on pipeline rank s mod p. A plan is a list of slots. In each slot every rank
-runs at most one action, the forward or backward of one microbatch through one stage; then the results of the slot are
-sent to the neighbors that need them:
+runs at most one action, the forward or backward of one microbatch through one stage. Then the slot's results are sent
+to the neighbors that need them:
 
     1F1B, p = 2, m = 3    rank 0   F0 F1 B0 F2 B1 -- B2        F: forward, B: backward of a microbatch
                           rank 1   -- F0 B0 F1 B1 F2 B2 ...
@@ -44,7 +44,7 @@ HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """Returns how many microbatches' activations a rank may hold at a time, counted per stage.
+    """Returns for how many microbatches, counted per stage, a rank may hold activations at a time.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """
@@ -65,7 +65,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         has_backward: False plans only forwards, for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs full rounds of p microbatches, so the last round is filled up with ones that are removed later.
+    # Interleaving needs full rounds of p microbatches, so the last round is filled with dummies that are removed later.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -89,7 +89,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
 
 
 def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: int, has_backward: bool) -> deque[Action]:
-    """Orders a rank's actions: forwards up to the limit in flight, then backwards and forwards in turn."""
+    """Orders a rank's actions: forwards up to the limit in flight, then alternating backwards and forwards."""
     chunks = range(stages_per_rank)
 
     def all_of(is_backward: bool) -> deque[Action]:
@@ -171,7 +171,7 @@ class Pipeline:
             backward: gets stage, microbatch, output, its gradient (None for the last stage), and whether this is the
                 stage's last backward; None for a pass without gradients.
             activation: microbatch → shape and dtype of the tensors that stages send each other.
-            held: filled by a call without `backward`; a later call without `forward` runs the backwards from it.
+            held: a call without `backward` fills it; a later call without `forward` runs the backwards from it.
         """
         is_both = forward is not None and backward is not None
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)

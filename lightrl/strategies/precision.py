@@ -1,4 +1,4 @@
-"""Precision: subclasses of Lightning's plugins, for batches and for clipping shards; experts' dtypes under autocast."""
+"""Precision: changes to Lightning's plugins (batches, clipping of shards), and dtypes of experts under autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightrl.strategies.tensor_parallel import local
 
 
 class LeavesBatches(Precision):
-    """Leaves batches unchanged, because Lightning's search for floats in a batch fails on frozen dataclasses."""
+    """Keeps Lightning from converting floats in batches, which fails for frozen dataclasses."""
 
     def convert_input(self, data: object) -> object:
         return data
@@ -29,14 +29,14 @@ class ClipsByStrategy(Precision):
     strategy: Any  # an FSDP2Strategy
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips this rank's shards by the norm of the whole gradient, over all meshes; collective."""
+        """Clips this rank's shards by the norm of the whole gradient, over all meshes. Collective."""
         shards = gradients(optimizer)
         scale = clip_val / (self.strategy.ranks.total_norm(shards) + 1e-6)
         for gradient in shards if scale < 1 else ():
             local(gradient).mul_(scale)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        for gradient in gradients(optimizer):  # torch's function does not accept shards and whole tensors together
+        for gradient in gradients(optimizer):  # torch's function rejects a mix of shards and whole tensors
             local(gradient).clamp_(-clip_val, clip_val)
 
 
@@ -47,7 +47,7 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def set_expert_precision(model: torch.nn.Module) -> None:
-    """Makes a mixture's routers compute in float32 under autocast, and its experts in autocast's dtype.
+    """Makes a mixture's routers compute in float32 under autocast, and its experts in the autocast dtype.
 
     Autocast alone would round router logits, which sends tokens to other experts, and leaves fused experts in float32.
     """
@@ -83,7 +83,7 @@ _Mixin = TypeVar("_Mixin", bound=Precision)
 
 
 def subclassed(plugin: Precision, mixin: type[_Mixin]) -> _Mixin:
-    """Returns a copy of the plugin whose class is a subclass, of the same name, that adds the methods of `mixin`."""
+    """Returns a copy of the plugin that also has the methods of `mixin`; its class is a subclass of the same name."""
     kind = type(plugin)
     copied = copy.copy(plugin)
     copied.__class__ = type(kind.__name__, (mixin, kind), {"__qualname__": kind.__qualname__})

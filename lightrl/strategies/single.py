@@ -1,4 +1,4 @@
-"""SingleModel: a model in one process. Removes padding before the forward, and returns results as [B, T].
+"""SingleModel: a model in one process, which removes padding before the forward pass and returns results as [B, T].
 
 Shapes: B trajectories, T tokens, N loss tokens, H hidden size. Logprobs are computed from the hidden states at the N
 positions that predict loss tokens, without a [B, T, V] tensor. On NVIDIA GPUs decoder layers are compiled.
@@ -63,33 +63,33 @@ if TYPE_CHECKING:
 # shared_keys and shared_rows are layouts of shared_prefix.py.
 Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
 
-# A packed row shares prompts only if at most this fraction of its tokens remains, since attention copies key-values.
+# A packed row shares prompts only if this leaves at most this fraction of its tokens: sharing copies key-values.
 _LARGEST_SHARED_FRACTION = 0.9
 
-# Rows [N], columns [N] and states of predicting positions: hidden states [N, H], or logits [N, V].
+# Predicting positions: their rows [N], columns [N] and states, which are hidden states [N, H] or logits [N, V].
 States = tuple[Tensor, Tensor, Tensor]
 
 
 class SingleModel:
     """A Hugging Face causal language model as the ParallelModel of one process.
 
-    A microbatch goes through the model without its padding, in one of several forms; all give the same results. On the
-    CPU, trajectories of similar length form right-padded rectangles, or share the states of their prompt if that is
-    cheaper; on other devices a microbatch is one packed row with restarting positions.
+    A microbatch goes through the model with little or no padding, in one of several forms with the same results. On the
+    CPU, trajectories of similar length form right-padded rectangles, or share their prompt's states if that is cheaper.
+    On other devices a microbatch is one packed row, in which positions restart at each trajectory.
 
     Args:
         model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
             product, the model computes its logits itself, one rectangle at a time.
-        settings: the engine's changes to the logits.
+        settings: the engine's changes to logits.
         value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
-        form: how to remove padding; None chooses the cheapest exact form for each microbatch.
+        form: how to remove padding. None chooses the cheapest form that is exact for the model, for each microbatch.
         compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs if the model has no experts and
             no states (models/hybrids.py). Layers of equal shapes share compiled code, for microbatches of any lengths.
-        is_policy: whether this model sampled the tokens, so that it replays the engine's choice of experts.
-        context_group: ranks that share packed rows and pass the same microbatches; None for one rank.
+        is_policy: whether this model sampled the tokens; if so, it replays the engine's choice of experts.
+        context_group: the ranks that share packed rows and pass the same microbatches; None for one rank.
 
     Raises:
-        ValueError: if `form` is not exact for the model, or the model's body cannot have a value head.
+        ValueError: if `form` would change this model's results, or the model's body cannot have a value head.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SingleModel:
                 "product. Set critic to a checkpoint."
             )
         self.form, self.context_group = form, context_group
-        self.num_calls = 0  # minimum number of model calls for a microbatch if its form is rectangles
+        self.num_calls = 0  # minimum number of model calls for a microbatch that is laid out as rectangles
         self.layouts = {} if self.reads_logits else exact_layouts(model)
         wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
         self.can_pack = not self.reads_logits and wants_packed and can_pack(model)
@@ -178,7 +178,7 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        """Runs the forward, and places the head's results at their tokens, [B, T] or [B, T, K]; 0 elsewhere."""
+        """Runs the forward pass; returns the head's results at their tokens, [B, T] or [B, T, K], 0 elsewhere."""
         if experience.gaps is not None:
             tree_rows, join = branch_rows(experience)
             return join(
@@ -188,7 +188,7 @@ class SingleModel:
             {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.states(experience)
         ]
-        results = parts[0]  # a single part is not copied, so the host still has its rows and columns
+        results = parts[0]  # a single part is not copied, so the host's copies of its rows and columns stay valid
         if len(parts) > 1:
             results = {name: torch.cat([part[name] for part in parts]) for name in results}
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
@@ -201,7 +201,7 @@ class SingleModel:
     def _head_outputs(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates
     ) -> dict[str, Tensor]:
-        """Computes the fields of Outputs from states, for the tokens predicted at (rows [N], columns [N])."""
+        """Computes the fields of Outputs from states, for the tokens predicted at positions (rows [N], columns [N])."""
         zeros = torch.zeros(len(rows), device=states.device)
         results = {"logprobs": zeros, "entropy": zeros}
         if self.has_logprobs:
@@ -212,18 +212,18 @@ class SingleModel:
             else:
                 results = read_head(*whole_head(self.model.get_output_embeddings(), states), targets, self.settings)
         if self.value_head is not None:
-            # A token's value is that of the state before it was sampled.
+            # A token's value is the value of the state before the token was sampled.
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         return results
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
-        """Returns the cheapest exact form for this microbatch, and its plan if prompts can be shared."""
+        """Returns the form for this microbatch, the cheapest by default, and its plan if prompts can be shared."""
         kind = None if experience.pixel_values is None else image_kind(self.model.config)
         if kind == "bidirectional":
             return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        # Replayed routes belong to a trajectory, and a cached prompt has no image grid positions.
+        # Each trajectory has its own replayed routes, and a cached prompt has no image grid positions.
         if self.form in ("packed", "rectangles") or not self.layouts or self.replays(experience) or kind == "grid":
             return self.form or "rectangles", []
         prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
@@ -233,7 +233,7 @@ class SingleModel:
         return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
 
     def packs_all(self, microbatches: Sequence[Experience]) -> bool:
-        """Whether `form` packs all these microbatches; builds the first one's tensors only if it has to read them."""
+        """Whether `form` packs all these microbatches; reads the first microbatch only if the answer depends on it."""
         may_be_whole = image_kind(self.model.config) == "bidirectional"
         return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
 
@@ -242,7 +242,7 @@ class SingleModel:
         return self.routes is not None and experience.routes is not None
 
     def states(self, experience: Experience) -> Iterator[States]:
-        """Runs the model and yields the states of all predicting positions at once, or logits for each rectangle.
+        """Runs the model; yields the states of all predicting positions at once, or logits, one rectangle at a time.
 
         Raises:
             ValueError: if a trajectory is too long for the model.
@@ -260,7 +260,7 @@ class SingleModel:
         yield rows, columns, hidden
 
     def _parts(self, experience: Experience) -> Iterator[States]:
-        """Yields the predicting positions of each forward."""
+        """Yields the predicting positions and states of each forward pass."""
         form, plan = self.choose(experience)
         if form == "packed":
             yield self._packed(experience)
@@ -280,9 +280,9 @@ class SingleModel:
                 yield members[rows], columns, states[rows, columns]
 
     def _rectangles(self, experience: Experience) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields rows of similar length and their tokens, without the last column, which predicts nothing.
+        """Yields rectangles: rows of similar length and their tokens, without last tokens, which predict nothing.
 
-        If there are fewer rectangles than `num_calls`, adds dummy ones of one token.
+        If there are fewer rectangles than `num_calls`, adds dummy rectangles of one token.
         """
         lengths, device = (on_host(experience.lengths) - 1).clamp(min=1).tolist(), experience.token_ids.device
         parts = rectangles(lengths, CALL_OVERHEAD_TOKENS)
@@ -293,7 +293,7 @@ class SingleModel:
             yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
 
     def _packed(self, experience: Experience) -> States:
-        """Runs all trajectories concatenated in one row, or this rank's part of it; attention gets their starts."""
+        """Runs all trajectories in one packed row, or this rank's part of the row; attention gets their starts."""
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
@@ -315,8 +315,8 @@ class SingleModel:
         return rows, columns, output.last_hidden_state[0][indices]
 
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
-        """Returns the layout of the packed row, with each prompt only once if that saves enough."""
-        if self.shares_packed_prompts and not self.replays(experience):  # routes belong to a trajectory
+        """Returns the packed row's layout, with each prompt only once if that saves enough tokens."""
+        if self.shares_packed_prompts and not self.replays(experience):  # each trajectory has its own routes
             prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
@@ -326,7 +326,7 @@ class SingleModel:
     def _layer_input(
         self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
     ) -> dict[str, Any]:
-        """Returns the model's arguments for token ids [b, T] of rows [b], or for a packed row of `positions`."""
+        """Returns the model's arguments for token ids [b, T] of rows [b], or for the `positions` of a packed row."""
         if experience.pixel_values is None:
             return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
         images = ImageTable(*(experience[name] for name in ImageTable._fields))
@@ -334,7 +334,7 @@ class SingleModel:
         return image_inputs(self.model, token_ids, images, positions=positions)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """Inside, a forward over the tokens at these rows and columns uses the experts that the engine chose."""
+        """Inside the context, a forward over the tokens at these rows and columns uses the engine's experts."""
         if self.routes is None or experience.routes is None:
             return nullcontext()
         if self.is_compiled:

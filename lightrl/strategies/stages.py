@@ -1,6 +1,6 @@
-"""Stages: reduces a Hugging Face model to this rank's part, by pipeline stage, tensor slice and data shard.
+"""Stages: reduces a Hugging Face model to this rank's part: its pipeline stages, tensor slices and data shards.
 
-The model object remains, without the layers of other ranks, so parameters keep their Hugging Face names. A Stage runs
+The model object stays, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
 consecutive layers; the last stage turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """A microbatch as input for the stages; the same on all ranks that share it."""
+    """A microbatch as input for the stages; identical on all ranks that share the microbatch."""
 
     token_ids: Tensor  # int64 [R, W]
     position_ids: Tensor | None  # int64 [1, W], which restart at each trajectory; None if not packed
@@ -62,7 +62,7 @@ class Feed:
     rows: Tensor  # [N], rows of the predicting positions in [R, W]
     columns: Tensor  # [N], their columns
     positions: tuple[Tensor, Tensor]  # [N] each, their rows and columns in the Experience
-    targets: Targets  # at these positions
+    targets: Targets  # the tokens to compute logprobs for at these positions
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class Feed:
             tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)), device)
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
             rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
-        else:  # no token sees the padding at a row's end, and a row's last token predicts nothing
+        else:  # no token attends to padding at a row's end, and a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
@@ -113,17 +113,17 @@ class Feed:
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model: the model's body, with identities in place of other stages' layers.
+    """Runs consecutive layers of a model: its body is the model's, with identities in place of other stages' layers.
 
-    Shares its modules with the model, which keeps their names.
+    The stage and the model share their modules, so the model keeps its parameter names.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
         layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
-        is_last: return results instead of hidden states: logprob, entropy and value of each predicted token, [N, 3], 0
-            if the model has no head for it, then the logprobs of the K additional tokens, and for a top-k their ids.
+        is_last: return results instead of hidden states: each predicted token's logprob, entropy and value, [N, 3] (0
+            without the head for it), the logprobs of K additional tokens, and for a top-k also the ids of these.
         tp: mesh of the tp axis.
-        logits: how the model changes the head's outputs.
+        logits: how the model turns the head's outputs into logits.
         value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
     """
 
@@ -160,7 +160,7 @@ class Stage(nn.Module):
         """Maps the previous stage's hidden states, or None, to [R, W / tp, H], or on the last stage to [N, width]."""
         self._received = hidden
         inputs: dict[str, Any] = {"input_ids": feed.token_ids}
-        if hidden is not None:  # only gives shape, dtype and device; `_enter` passes `hidden` to the first layer
+        if hidden is not None:  # a placeholder for shape, dtype, device; `_enter` passes `hidden` to the first layer
             inputs = {"inputs_embeds": hidden.new_empty(1).expand(*feed.token_ids.shape, hidden.shape[-1])}
         if feed.packed_rows is not None:
             inputs |= {"position_ids": feed.position_ids, "packed_rows": feed.packed_rows}
@@ -169,7 +169,7 @@ class Stage(nn.Module):
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gives the first layer this rank's part of the embedded sequence, or the previous stage's hidden states."""
+        """Sets the first layer's input: this rank's part of the sequence, or the previous stage's hidden states."""
         hidden, self._received = self._received, None
         if hidden is None:
             hidden = part_of_sequence(args[0], self.tp) if self.tp.size() > 1 else args[0]
@@ -218,12 +218,12 @@ class SplitModel:
     pipeline: Pipeline
     stages: dict[int, Stage]
     stage_of: dict[str, int]  # name in the whole model's `held_tensors` → stage
-    has_values: bool  # whether it has a scalar head, or a critic's head on its body
-    tied: Tensor | None  # this rank's embedding or output head, if another rank holds the other end of the tie
+    has_values: bool  # whether the model has a scalar head, or a critic's head on its body
+    tied: Tensor | None  # this rank's embedding or output head, if tied to one on a different rank
     tied_group: dist.ProcessGroup | None
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
-        """Makes FSDP reduce gradients over dp only after the stage's last backward."""
+        """Tells FSDP whether this is the stage's last backward, after which it reduces gradients over dp."""
         module = self.stages[stage]
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)
@@ -231,12 +231,12 @@ class SplitModel:
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
-        """Frees parameters that forwards without a backward have gathered."""
+        """Frees parameters that were gathered for a forward pass without a backward pass."""
         for stage in self.stages.values():
             reshard(stage)
 
     def finish_gradients(self) -> None:
-        """Completes gradients after the last backward: sums them over tp, and over both ends of a tied embedding."""
+        """Completes gradients after the last backward: sums them over tp, and over both ranks of a tied embedding."""
         for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -248,7 +248,7 @@ class SplitModel:
 
     @property
     def copy(self) -> Tensor | None:
-        """This rank's copy of a tied parameter that another rank counts in gradient norms; None if it has none."""
+        """This rank's copy of a tied parameter, which another rank counts in gradient norms; None without a copy."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_tensors(self) -> dict[str, Tensor]:
@@ -268,18 +268,18 @@ def split_model(
     checkpoint_activations: bool = False,
     value_head: nn.Linear | None = None,
 ) -> SplitModel:
-    """Reduces a model, the same on all ranks, to this rank's part, in place; collective.
+    """Reduces a model, which all ranks pass alike, to this rank's part, in place. Collective.
 
     Args:
         model: has a vocabulary head, a scalar head or both.
-        mesh, ends: a mesh with the axes pp, dp and tp, and its `ends_group`.
+        mesh, ends: a mesh with the axes pp, dp and tp, and the mesh's `ends_group`.
         schedule, stages_per_rank: as in Parallel3DStrategy.
         device: where to put the part; None for the CPU.
-        checkpoint_activations: keep only each layer's input and recompute the layer in the backward.
+        checkpoint_activations: keep only each layer's input, and recompute the layer in the backward pass.
         value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
 
     Raises:
-        ValueError: if the sizes do not fit, before anything changes.
+        ValueError: if the model cannot be split this way; raised before anything changes.
     """
     pp, tp = mesh["pp"], mesh["tp"]
     check_sizes(model.config, pp.size(), tp.size(), schedule, stages_per_rank)
@@ -328,7 +328,7 @@ def split_model(
 def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
-    """Removes the parts of a model and of its value head that this rank does not need."""
+    """Removes those parts of a model and its value head that this rank does not need."""
     body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
@@ -357,7 +357,7 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
 
 
 def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
-    """Loads the weights of this rank's part of a model without memory."""
+    """Allocates this rank's part of a model that has no memory yet, and loads its weights."""
     spec = role.spec
     give_memory(model, device)
     if spec.path is not None:
@@ -389,7 +389,7 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Creates the group of a pipeline's first and last ranks; None on those in between. Collective over the run."""
+    """Creates the group of a pipeline's first and last ranks; returns None on others. Collective over the run."""
     own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]

@@ -1,9 +1,9 @@
 """Tensor parallelism: splits parameters over the tp axis, and runs the computations that need all of its ranks.
 
 Shapes: N positions that predict a token, J tokens whose logprobs are computed at each, H hidden size, V vocabulary;
-each tp rank holds V / tp. Between projections the hidden states are split along the sequence (sequence parallelism), so
+each tp rank holds V / tp. Between projections, hidden states are split along the sequence (sequence parallelism), so
 norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends 1 / tp of the bytes. Logits are
-never gathered: logprobs and entropies need one MAX and one SUM over the tp axis, of [N] and [2 + J, N] numbers.
+never gathered: logprobs and entropies need only one MAX of [N] and one SUM of [2 + J, N] numbers over the tp axis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def split_parameters(
     """Turns a causal language model's parameters into DTensors on the tp mesh, in place.
 
     Args:
-        body: has `layers`, and `embed_tokens` and `norm` if this rank holds them.
+        body: has `layers`, as well as `embed_tokens` and `norm` if this rank holds them.
         head: the output head, if this rank holds it; a tied head stays tied to the embedding.
         plan: result of `tensor_plan`.
         mesh: mesh of the tp axis.
@@ -88,7 +88,7 @@ def _gather_input(
 
 
 def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replicates a module's direct parameters on all tp ranks, as DTensors.
+    """Replicates a module's direct parameters, as DTensors, on all tp ranks.
 
     Each rank runs the module on its part of the tokens or heads, so a parameter's gradient is the sum over ranks.
     """
@@ -98,7 +98,7 @@ def share_parameters(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _call_with_local_parameters(module: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Runs the module's forward with plain tensors, because its operations do not accept DTensors.
+    """Runs a module's forward with plain tensors as parameters, because its operations do not accept DTensors.
 
     `functional_call` replaces the parameters and calls the module, which calls this function a second time.
     """
@@ -120,7 +120,7 @@ def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Place
 
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tensor:
-    """Embeds tokens, [B, T, H], if the embedding's rows are split over tp."""
+    """Embeds tokens, [B, T, H], with an embedding whose rows are split over tp."""
     weight = local(embedding.weight)
     first = mesh.get_local_rank() * weight.shape[0]
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
@@ -145,10 +145,10 @@ def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
-    """Gathers [B, T, ...] from each rank's part [B, T / tp, ...].
+    """Gathers hidden states [B, T, ...] from all ranks' parts [B, T / tp, ...].
 
     Args:
-        gradients_add_up: whether each rank computes only a summand of the gradient, for its part of the vocabulary.
+        gradients_add_up: whether each rank computes only a summand of the gradient, from its part of the vocabulary.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -174,12 +174,12 @@ def vocab_parallel_logprobs(
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `functional.hidden_logprobs` if each rank of `group` holds an equal part of the head's rows, in order.
+    """Computes `functional.hidden_logprobs` with a head whose rows are divided equally over `group`, in rank order.
 
     Args:
-        hidden: [N, H], the same on all ranks; its gradient is this rank's summand.
+        hidden: [N, H], the same on all ranks; each rank's gradient is only a summand.
         weight: [V / tp, H], this rank's rows of the head.
-        token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as for one rank.
+        token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as in `hidden_logprobs`.
         group: process group of the tp axis; None for one rank.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
     """
@@ -223,11 +223,11 @@ def vocab_parallel_topk(
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
 ) -> Tensor:
-    """Computes `functional.hidden_topk` over the ranks of `group` from each rank's top-k; int64 [N, num].
+    """Computes `functional.hidden_topk`, int64 [N, num], from the top-k of each rank of `group`.
 
     Args:
         hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
-        num: at most V.
+        num: number of tokens per position, at most V.
         num_ids: only the first `num_ids` ids are candidates; None for all.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
@@ -257,7 +257,7 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _own_part(
     weight: Tensor, group: dist.ProcessGroup | None, masked_ids: Tensor | None, masked_rows: Tensor | None
 ) -> tuple[int, Mask | None]:
-    """Returns this rank's first token id, and the mask's part for this rank's ids."""
+    """Returns this rank's first token id, and the part of the mask that concerns this rank's ids."""
     first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
     if masked_ids is None or masked_rows is None:
         return first, None
@@ -271,7 +271,7 @@ def _chunk_tokens(weight: Tensor) -> int:
 def _scores(
     hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, mask: Mask | None, chunk: slice
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the softmax's input, float32 [n, V / tp], and with a cap its slope, d capped logit / d logit."""
+    """Returns the softmax's input, float32 [n, V / tp], and with a cap also the slope d capped logit / d logit."""
     logits, slope = nn.functional.linear(hidden[chunk], weight), None
     if cap is not None:
         logits = logits.float() if logits.dtype.itemsize < 4 else logits

@@ -1,7 +1,7 @@
-"""Plans for 3D parallelism: how to split layers over tp, and which layers form a pipeline stage.
+"""Plans for 3D parallelism: how layers are split over tp, and which layers form a pipeline stage.
 
-They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. Running the model
-without memory shows what the plans leave open; no function needs devices or process groups.
+They follow `base_model_tp_plan` and `base_model_pp_plan`, transformers' plans in a config's class. What these leave
+open is found by running the model without memory. No function needs devices or process groups.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
-# How a plan may split a module of a layer: by rows, by columns, or only by its heads' activations.
+# How a plan may split a layer's module: by columns, by rows, or only its heads' activations.
 _STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 _BODY = {"embed_tokens", "layers", "norm"}
 
@@ -36,10 +36,10 @@ class LogitTransform:
 
 
 def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
-    """Returns the tp plan of the model's family: a layer's module, for example `self_attn.q_proj` → its style.
+    """Returns the tp plan of the model's family: name of a layer's module, for example `self_attn.q_proj` → style.
 
     Raises:
-        ValueError: if there is no plan, or Parallel3DStrategy does not support it.
+        ValueError: if there is no plan, or Parallel3DStrategy does not support the plan.
     """
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
@@ -51,10 +51,10 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
 
 
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
-    """Runs a model without memory to check how its parts fit together; returns how it changes logits.
+    """Runs a model without memory to check that its parts fit together; returns how the model changes logits.
 
     Raises:
-        ValueError: if stages or tensor slices would not compute the same as the whole model.
+        ValueError: if stages or tensor slices would not give the whole model's results.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config).eval()
@@ -94,7 +94,7 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
 
 
 def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
-    """Raises ValueError unless each module with parameters is in the plan, or is a norm over one token or head."""
+    """Raises ValueError if a module with parameters is neither in the plan nor a norm over one token or head."""
     plan, modules = tensor_plan(config), dict(layer.named_modules())
     if missing := sorted(set(plan) - set(modules)):
         _refuse(config, f"its layers differ: one has no {missing[0]}")
@@ -128,7 +128,7 @@ def _refuse(config: PretrainedConfig, reason: str) -> NoReturn:
 
 
 def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
-    """Raises ValueError, with sizes that fit, if pp · dp · tp is not the world size."""
+    """Raises ValueError, suggesting sizes, if pp · dp · tp is not the world size."""
     if min(pp, dp, tp) < 1:
         raise ValueError(f"pp, dp and tp must be at least 1, got {pp}, {dp} and {tp}.")
     if pp * dp * tp == world_size:
@@ -144,7 +144,7 @@ def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError, with the nearest valid choice, if the config shows that this split is impossible."""
+    """Raises ValueError, suggesting the nearest valid sizes, if the config rules this split out."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
         _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -178,7 +178,7 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
 
 
 def check_schedule(schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError for inexact schedules, and for a number of stages that does not fit the schedule."""
+    """Raises ValueError for an unsupported schedule, or a number of stages that does not fit the schedule."""
     if schedule not in SCHEDULES:
         reason = ""
         if "zero" in schedule.lower() or "zbv" in schedule.lower() or "dualpipe" in schedule.lower():
@@ -192,7 +192,7 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
 def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
     """Assigns layers to stages, in order, so that the largest stage has as few parameters as possible.
 
-    The embedding counts for the first stage, which also holds the most activations, and the output head for the last.
+    The embedding is added to the first stage, which also holds the most activations, the output head to the last.
     """
     embedding = config.vocab_size * config.hidden_size / layer_parameters(config)
     counts, load = [1] * num_stages, [1.0] * num_stages
@@ -211,7 +211,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def layer_parameters(config: PretrainedConfig) -> int:
-    """Counts the parameters of a decoder layer, without norms and biases."""
+    """Returns the number of parameters of a decoder layer, without norms and biases."""
     attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
     return int(attention + 3 * config.hidden_size * config.intermediate_size)
 

@@ -27,7 +27,7 @@ from lightrl.loops.update import (
     GradientGuard,
     MinibatchLoss,
     add_parts,
-    joined,
+    join_parts,
     over_ranks,
     parts_of,
     reduction_of,
@@ -115,7 +115,7 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"policy_loss": torch.zeros(9, 1)}, r"loss must return 'loss' among its keys, got \['policy_loss'\]"),
+        ({"policy_loss": torch.zeros(9, 1)}, r"loss must return a dict with the key 'loss', got .*\['policy_loss'\]"),
         ({"loss": torch.zeros(())}, r"loss must return 'loss' per token, \[B, T\] = \(9, .*got \(\)\."),
         ({"loss": torch.zeros(9, 1)}, r"'loss' per token, .* got \(9, 1\)"),
         ({"loss": torch.zeros(9), "level": torch.zeros(4)}, r"'level' per token, .* \[B\] = \(9,\), got \(4,\)"),
@@ -123,7 +123,7 @@ def test_metrics_are_means_over_the_loss_tokens_and_trajectories_of_the_whole_mi
         ({"loss": (torch.zeros(9), torch.ones(9))}, "'loss' per token, .* got tuple"),
         (
             {"loss": torch.zeros(9), "level": (random_experience().rewards, random_experience().behavior_logprobs)},
-            r"values and weights of 'level' from GRPO.loss must have one shape, got \(9,\) and \(9, \d+\)",
+            r"Values and weights of 'level' from GRPO.loss must have the same shape, got \(9,\) and \(9, \d+\)",
         ),
         ({"loss": torch.zeros(9), "level": (torch.zeros(9),)}, "'level' per token, .* got tuple"),
         ({"loss": torch.zeros(9), "level": (torch.zeros(4), torch.ones(4))}, r"'level' per token, .* got \(4,\)"),
@@ -562,7 +562,7 @@ def test_metrics_do_not_depend_on_how_many_microbatches_minibatches_or_ranks_the
     parts, expected = cut_metrics(name, cuts)
     microbatches, minibatches = parts[0], dict[str, Tensor]()
     for part in parts[1:]:
-        microbatches = joined(name, microbatches, part)
+        microbatches = join_parts(name, microbatches, part)
     for part in parts:
         add_parts(minibatches, {name: part})
     by_rank = on_ranks(*({name: part} for part in parts))

@@ -92,7 +92,7 @@ def test_a_collective_that_timed_out_is_named_with_the_rank_that_is_behind(watch
     assert watches[1].failed_before is not None
     assert "Rank 0 failed in 'update'" in watches[1].failed_before
     assert "It waited 600 s in collective 12, ALLREDUCE of 4096 numbers" in watches[1].failed_before
-    assert watches[1].failed_before.endswith("The furthest behind: rank 1.")
+    assert watches[1].failed_before.endswith("Furthest behind: rank 1.")
 
 
 def test_of_two_ranks_that_fail_at_once_the_second_knows_of_the_first() -> None:

@@ -162,7 +162,7 @@ AVERAGES = (
     "validation. Average checkpoints instead: lightrl export 1.ckpt 2.ckpt --to FOLDER."
 )
 FREEZES = (
-    "it freezes layers before the models are loaded. Override configure_model: call super's, then "
+    "it freezes layers before the models are loaded. In configure_model, call super().configure_model(), then "
     "requires_grad_(False) on what to freeze."
 )
 
@@ -182,8 +182,8 @@ REFUSED = refused("test_lightning_callbacks", [
     ("WeightAveraging()", callback(WeightAveraging), CANNOT.format("WeightAveraging") + AVERAGES),
     ("EMAWeightAveraging()", callback(EMAWeightAveraging), CANNOT.format("EMAWeightAveraging") + AVERAGES),
     ("ThroughputMonitor(len)", callback(lambda: ThroughputMonitor(len)),
-     CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch is only its "
-     "number. `rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
+     CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch has none. "
+     "`rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
     ("SpikeDetection()", callback(SpikeDetection),
      CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no typical "
      "level. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),

@@ -38,7 +38,7 @@ DEEPER = replace(POLICY, config={**CONFIG, "num_hidden_layers": 2})
 CASES: dict[str, tuple[Any, str]] = {
     "wider": (
         lambda: TinyGRPO(WIDER),
-        r"3 of another shape \(policy\.model\.layers\.0\.mlp\.gate_proj\.weight \[16, 16\] instead of \[24, 16\]",
+        r"3 of a different shape \(policy\.model\.layers\.0\.mlp\.gate_proj\.weight \[16, 16\] instead of \[24, 16\]",
     ),
     "deeper": (lambda: TinyGRPO(DEEPER), r"11 only in this run \(policy\.model\.layers\.1\.self_attn\.q_proj\.weight,"),
     "with adapters": (lambda: TinyGRPO(Role(POLICY, lora=LoRA(rank=2))), r"only in the checkpoint \(policy\.model"),

@@ -108,7 +108,7 @@ def test_the_command_exports_what_the_run_did(saved, role, kind, folder, tmp_pat
 
 def test_two_ranks_refuse_the_checkpoint_of_another_model(two: dict[str, Any]) -> None:
     said = two["another model"]
-    assert "step=2.ckpt does not fit this configuration: its weights differ: 12 of another shape" in said
+    assert "step=2.ckpt does not fit this configuration: its weights differ: 12 of a different shape" in said
     assert "mlp.gate_proj.weight [16, 16] instead of [24, 16]" in said
 
 

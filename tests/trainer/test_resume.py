@@ -197,7 +197,7 @@ def test_a_resumed_run_has_its_own_lr_and_weight_decay_and_says_which_differ(
 def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     lr_and_decay(tmp_path, 2, lr=0.4)
     assert lr_and_decay(tmp_path, 2, resume=tmp_path / "a.ckpt", lr=0.4) == []
-    assert "Nothing is left to train: the checkpoint is at trainer.max_steps=2 already." in caplog.text
+    assert "Nothing is left to train: the checkpoint is already at trainer.max_steps=2." in caplog.text
 
 
 def test_an_lr_that_a_users_scheduler_and_a_callback_have_changed_continues(

@@ -3,9 +3,9 @@
 Reading order:
     one_file.py      checkpoints of a single process, and how it resumes
     folder.py        checkpoints of several processes: each rank saves its part, under global parameter names
-    fit.py           whether a checkpoint fits the run, with errors that name the difference
+    fit.py           checks whether a checkpoint fits the run, with errors that name the difference
     safe_reader.py   reads torch's formats without running pickles; refuses damaged files and mixed folders
-    atomic_write.py  files that are complete or absent; writes in the background
+    atomic_write.py  writes files that are complete or absent, also in the background
 """
 
 from lightrl.strategies.checkpoint.one_file import AtomicCheckpointIO

@@ -1,4 +1,4 @@
-"""Writes files and folders so that they are complete or absent: next to the target, then renamed. Can use a thread."""
+"""Writes complete files and folders, or none: writes next to the target, then renames. Can write in a thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_STEP_S = 0.1  # between two checks of a pending write
+_STEP_S = 0.1  # seconds between checks of a pending write
 _WARN_EVERY_S = 60.0
 _SYNC_BYTES = 64 * 2**20
 
@@ -69,11 +69,11 @@ class _Write:
 
 
 class BackgroundWrites:
-    """Runs writes one after another in daemon threads, so that a disk that hangs blocks neither Ctrl-C nor the exit.
+    """Runs writes one after another in daemon threads, so that a hanging disk blocks neither Ctrl-C nor the exit.
 
-    A write may take any time while the disk makes progress. Without progress for `stall_s`, or for `stall_at_end_s`
-    while the run is ending with an error or Ctrl-C, the write fails and ends the run. At most two writes are pending,
-    so that at most two copies of the state are in memory.
+    A write may take any time while the disk makes progress. Without progress for `stall_s` (`stall_at_end_s` while an
+    error or Ctrl-C is ending the run), the write fails and ends the run. At most two writes are pending, so that at
+    most two copies of the state are in memory.
     """
 
     def __init__(self, *, stall_s: float = 600.0, stall_at_end_s: float = 60.0) -> None:
@@ -85,13 +85,13 @@ class BackgroundWrites:
         self._has_failed = False
 
     def add(self, place: Path, write: Callable[[Progress], None]) -> None:
-        """Queues `write`; waits while two others are pending. Raises an earlier write's error."""
+        """Queues `write`; waits while two other writes are pending. Raises the error of a failed earlier write."""
         while len(self._pending) > 1 or (self._pending and self._pending[0].done.done()):
             self._finish_first()
         self._submit(place, write)
 
     def run(self, place: Path, write: Callable[[Progress], None]) -> None:
-        """Runs `write` after all pending ones, and waits for it; raises the first error."""
+        """Runs `write` after all pending writes, and waits for it; raises the first error."""
         self._submit(place, write)
         self.wait()
 
@@ -114,7 +114,7 @@ class BackgroundWrites:
             self._finish_first()
 
     def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
-        """Starts a thread that waits for the write before and then runs `task`."""
+        """Starts a thread that waits for the previous write and then runs `task`."""
         if self._hung is not None and not self._hung.done.done():
             raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
         progress, before = Progress(), self._last
@@ -137,7 +137,7 @@ class BackgroundWrites:
         self._pending.popleft().done.result()
 
     def _wait_for(self, write: _Write) -> None:
-        """Waits in steps, so that signals are handled; warns about a disk that hangs, and then abandons the write."""
+        """Waits in steps, so that signals are handled. Warns if the disk hangs, and later abandons the write."""
         is_ending = sys.exc_info()[0] is not None  # called while an error or Ctrl-C is handled
         limit_s = self._stall_at_end_s if is_ending else self._stall_s
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
@@ -173,7 +173,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
 
 @contextlib.contextmanager
 def logged_behind_failure() -> Iterator[None]:
-    """Inside, an OSError is only logged if another error (not Ctrl-C) already ends the run, since that is the cause."""
+    """Only logs an OSError raised inside the context if an earlier error (not Ctrl-C), its cause, is ending the run."""
     failure = sys.exc_info()[1]
     try:
         yield

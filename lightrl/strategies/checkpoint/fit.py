@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
     Where = str | Path | None
 
-_MAX_NAMES = 3  # per kind, in a message
+_MAX_NAMES = 3  # maximum number of names of each kind in a message
 
 Shapes = Mapping[str, Sequence[int]]
 
 
 def check_weights(saved: Shapes, expected: Shapes, where: Where) -> None:
-    """Raises ValueError if the weights' names or shapes differ from the run's; it names the first few."""
+    """Raises ValueError if the weights' names or shapes differ from the run's; the error names the first few."""
     reshaped = [
         f"{name} {list(saved[name])} instead of {list(shape)}"
         for name, shape in expected.items()
@@ -29,14 +29,14 @@ def check_weights(saved: Shapes, expected: Shapes, where: Where) -> None:
     ]
     unexpected = [name for name in saved if name not in expected]
     missing = [name for name in expected if name not in saved]
-    kinds = (("of another shape", reshaped), ("only in the checkpoint", unexpected), ("only in this run", missing))
+    kinds = (("of a different shape", reshaped), ("only in the checkpoint", unexpected), ("only in this run", missing))
     differences = "; ".join(f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds if names)
     if differences:
         raise ValueError(refusal(f"its weights differ: {differences}", where))
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Raises ValueError if saved optimizers, by position as Lightning saves them, have different settings or groups."""
+    """Raises ValueError if optimizers saved by Lightning, which go by position, have different settings or groups."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
@@ -51,12 +51,12 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
     """Rejects an optimizer state that lacks entries. A parameter that never had a gradient needs no `state.` entries.
 
     Args:
-        saved: names of entries, like `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
-        needed: the names that this run has.
+        saved: entry names, like `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
+        needed: the entry names that this run has.
         optimizer: this run's optimizer.
 
     Raises:
-        ValueError: if an entry is missing; names the parameters, or the part of the optimizer's state.
+        ValueError: if an entry is missing; names the parameters, or the missing part of the optimizer's state.
     """
     parameters = {parameter_of(name) for name in saved}
     missing = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in parameters))
@@ -70,15 +70,15 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
 def check_named_optimizer(
     state: Mapping[str, object], optimizer: Optimizer, names: Mapping[Tensor, str], where: Where
 ) -> None:
-    """Rejects an optimizer state, by parameter name, that was saved with other parameter groups.
+    """Rejects an optimizer state keyed by parameter name that was saved with different parameter groups.
 
     Args:
-        state: as in `check_optimizer_names`, with values.
+        state: entry name (see `check_optimizer_names`) → value.
         optimizer: this run's optimizer.
         names: the names of its parameters.
 
     Raises:
-        ValueError: if parameters of one group have different settings: torch would use the first one's for all.
+        ValueError: if parameters of one group have different settings; torch would use the first parameter's for all.
     """
     settings = [  # for each setting of each group, the names of its entries
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]
@@ -104,7 +104,7 @@ def refusal(difference: str, where: Where) -> str:
     run = f" ({config})" if config is not None and config.is_file() else ""
     return (
         f"{where or 'The checkpoint'} does not fit this configuration: {difference}. Model, algorithm and optimizer "
-        f"must be the same. Resume with that run's configuration{run}; or start a new run from its weights: lightrl "
+        f"must be the same. Resume with that run's configuration{run}, or start a new run from its weights: lightrl "
         f"export {where or 'CHECKPOINT'} --to FOLDER, then --model.policy FOLDER without --ckpt_path."
     )
 

@@ -6,7 +6,7 @@ saves, for example after an interrupted copy, is refused.
 
 torch's HuggingFaceStorageWriter and Reader (2.13) are not an option. They restore tensors exactly on other meshes, but
 write values that are not tensors, like a learning rate, before the header, which makes the file unreadable. Writing
-takes twice the memory of the tensors. Missing files, changed bytes and files of two saves cause no error.
+takes twice the memory of the tensors. Missing files, changed bytes and mixed saves cause no error.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from lightrl.strategies.checkpoint.safe_reader import (
 
 META_FILE = "meta.pt"
 _SAVE_ID = "save_id"
-# Entries by name, since ranks may hold different parameters, so that positions in a list would not match.
+# Entries go by name, because ranks may hold different parameters, whose positions in a list would not match.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folder_writer(
     checkpoint: dict[str, Any], place: Path, *, writer_mark: str, group: dist.ProcessGroup, is_main: bool, copies: bool
 ) -> Callable[[Progress], None]:
-    """Returns a function that writes this rank's part of a checkpoint; the folder is renamed once all have written.
+    """Returns a function that writes this rank's part of a checkpoint, and renames the folder after all ranks wrote.
 
     Args:
-        checkpoint: Lightning's checkpoint; its weights and optimizer states are removed from it.
+        checkpoint: Lightning's checkpoint; weights and optimizer states are removed from it.
         place: the folder's path, the same on all ranks.
         writer_mark: rank 0's mark (owner.py) and a unique suffix, which identify this save in every file.
         group: all ranks; used only by the writing thread.
@@ -76,7 +76,7 @@ def folder_writer(
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
     state |= {f"optimizer_{index}": values for index, values in enumerate(checkpoint.pop("optimizer_states", []))}
-    state = {name: values for name, values in state.items() if values}  # empty on a rank without these
+    state = {name: values for name, values in state.items() if values}  # a rank may have none
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
     rest = io.BytesIO()
@@ -113,12 +113,12 @@ def folder_writer(
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, with the id of the save in its files."""
+    """torch's writer, changed to write the save's id into its files."""
 
     def __init__(self, folder: Path, save_id: str, progress: Progress) -> None:
         super().__init__(folder)
         self.fs = _TrackedFiles(save_id, progress)
-        self._id = save_id  # torch sets another for each rank
+        self._id = save_id  # torch would set a different id on each rank
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._id)
@@ -146,19 +146,19 @@ class _TrackedFiles(FileSystem):
 
 
 def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Loads weights and optimizers, saved by any number of ranks, in place; returns the rest; collective.
+    """Loads weights and optimizers, saved by any number of ranks, in place; returns all other entries. Collective.
 
     Roles that were not saved keep their weights.
 
     Raises:
-        ValueError: if the folder is incomplete, or holds other models or optimizers.
+        ValueError: if the folder is incomplete, or its models or optimizers are different.
     """
     rest = read_rest(path)
     saved = SafeReader(path).read_metadata().state_dict_metadata
     state: dict[str, Any] = get_model_state_dict(model)
     loaded = {name: value for name, value in state.items() if f"state_dict.{name}" in saved}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # Frozen roles are not saved, and other ranks may have models that this one does not.
+    # Frozen roles are not saved, and other ranks may have models that this rank lacks.
     needed = {name: value.shape for name, value in state.items() if name in trained | loaded.keys()}
     sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in loaded}
     check_weights(sizes, needed, path)
@@ -176,7 +176,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Reads a whole checkpoint of any number of processes into this one; optimizer states are by parameter name."""
+    """Reads a whole checkpoint, of any number of processes, into this one. Keys optimizer states by parameter name."""
     checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
@@ -186,7 +186,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """Reads whole tensors (`with_numbers`: also other values) whose names start with `prefix`: rest of name → value."""
+    """Reads tensors (`with_numbers`: also other values) whose names start with `prefix`, which the keys omit."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
@@ -201,31 +201,31 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
-    """Reads all but weights and optimizers; raises ValueError unless this is a complete checkpoint folder."""
+    """Reads all entries but weights and optimizers; raises ValueError if the checkpoint folder is incomplete."""
     if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
-            "processes. Use one that is, or start from exported weights: model.policy=FOLDER."
+            "processes. Use a complete one, or start from exported weights: model.policy=FOLDER."
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from another save than .metadata. Use an earlier one.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} and .metadata are not of one save. Use an earlier one.")
     return rest
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the state by parameter name; a parameter that never had a gradient has only its group's settings."""
+    """Returns the state keyed by parameter name. Parameters that never had a gradient have only group settings."""
     with _without_empty_groups(optimizer) as plain:
         has_stepped = bool(plain.state)
         state = get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
-        if not has_stepped:  # torch has made the state of a first step, from which the optimizer would continue
+        if not has_stepped:  # torch has made the state of a first step, and the optimizer would continue from it
             plain.state.clear()
             state = {name: value for name, value in state.items() if not name.startswith("state.")}
     return state
 
 
 def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the state by parameter name, with a first step's state for every parameter of a new optimizer."""
+    """Returns the state keyed by parameter name; a new optimizer gets the state of a first step for each parameter."""
     optimizer.zero_grad()  # torch makes no state while there are gradients, for example from an earlier fit
     with _without_empty_groups(optimizer) as plain:
         return get_optimizer_state_dict(model, plain, options=_FLAT) if plain.param_groups else {}
@@ -234,7 +234,7 @@ def _state_to_fill(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, An
 def load_optimizer_state(
     model: torch.nn.Module, optimizer: Optimizer, state: dict[str, Any], where: str | Path | None
 ) -> None:
-    """Loads the result of `optimizer_state`; raises ValueError for the state of another optimizer."""
+    """Loads the result of `optimizer_state`; raises ValueError if a different optimizer saved it."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     filled = _state_to_fill(model, optimizer)
     check_optimizer_names(state.keys(), filled.keys(), optimizer, where)
@@ -249,7 +249,7 @@ def load_optimizer_state(
 
 @contextlib.contextmanager
 def _without_empty_groups(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Yields Lightning's wrapped optimizer without the empty groups of roles on other ranks, which torch rejects."""
+    """Yields Lightning's wrapped optimizer without empty groups (of roles on other ranks), which torch rejects."""
     plain: Optimizer = getattr(optimizer, "optimizer", optimizer)
     groups = plain.param_groups
     plain.param_groups = [group for group in groups if group["params"]]

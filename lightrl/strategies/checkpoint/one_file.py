@@ -1,4 +1,4 @@
-"""Checkpoints of a single process: a file, complete or absent even if its writer dies; how the process resumes."""
+"""Checkpoints of a single process: a file that is complete or absent even if its writer dies. Also loads them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes and syncs next to the target, then renames: even after `kill -9`, the file is the old or the new one.
+    """Writes and syncs a file next to the target, then renames it: even after `kill -9`, the target is old or new.
 
-    Lightning's writer uses the system's temporary folder, from which a move to another file system is only a copy.
+    Lightning's writer uses the system's temporary folder; a move from there to another file system is only a copy.
 
     Args:
-        save_async: continue training while a checkpoint is written, from a copy in memory. The next save, or the end of
-            the run, raises any error.
+        save_async: continue training while a checkpoint is written from a copy in memory. If the write fails, the next
+            save or the end of the run raises the error.
     """
 
     def __init__(self, *, save_async: bool = False) -> None:
@@ -56,7 +56,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Loads as Lightning does, but with `weights_only=True` even for URLs: loading a checkpoint runs no code.
 
-        A folder saved by several processes is read whole, with optimizer states by parameter name.
+        A folder saved by several processes is read whole, with optimizer states keyed by parameter name.
         """
         self._writes.wait()
         remove_left_behind(Path(path).parent, "*.part")
@@ -71,7 +71,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return of_run(checkpoint, path)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes `checkpoint`, or raises OSError and keeps the previous file; removes leftovers of dead writers."""
+        """Writes `checkpoint`, or raises OSError and keeps the previous file. Removes files left by dead writers."""
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -98,7 +98,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, progress: Progress) -> None:
-    """Writes a file that is complete or absent, and removes leftovers of dead writers next to it."""
+    """Writes a file that is complete or absent, and removes files that dead writers left next to it."""
     part = target.with_name(f"{target.name}.{own_mark()}.part")
     with progress.at_disk():
         try:
@@ -117,13 +117,13 @@ def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, p
 
 
 def _discard(part: Path) -> None:
-    with contextlib.suppress(OSError):  # the disk is read-only now, and the write has failed too
+    with contextlib.suppress(OSError):  # for example on a read-only disk, where the write has failed too
         part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Inside, an error from loading the checkpoint's weights becomes one that names what does not fit."""
+    """Replaces an error from loading weights, inside the context, by one that names what does not fit."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> I
 def load_optimizers(
     strategy: Strategy, by_position: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 ) -> None:
-    """Loads the optimizers' state in one process: by position, with Lightning's function, or by parameter name."""
+    """Loads optimizer states in one process: by position, with Lightning's `by_position`, or by parameter name."""
     module = strategy.lightning_module
     where = None if module is None else module.trainer.ckpt_path
     states, optimizers = checkpoint["optimizer_states"], strategy.optimizers
@@ -151,7 +151,7 @@ def load_optimizers(
         return
     assert strategy.model is not None
     if len(states) != len(optimizers):
-        raise ValueError(refusal(f"it has {len(states)} optimizers, this run {len(optimizers)}", where))
+        raise ValueError(refusal(f"it has {len(states)} optimizers, but this run has {len(optimizers)}", where))
     # The two ends of a pipeline save a shared weight under both of its names.
     names = {name for name, _ in strategy.model.named_parameters()}
     for optimizer, state in zip(optimizers, states, strict=True):

@@ -1,7 +1,7 @@
-"""Reads torch's checkpoints as data: whatever a file contains, no code runs, and damaged bytes are refused.
+"""Reads torch's checkpoints as data: no code runs, whatever a file contains, and damaged bytes are refused.
 
-torch's own reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and accepts a mix of two saves; lightrl's files contain a save's id.
+torch's reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
+writes a CRC-32 of every record but checks none, and accepts files of different saves; lightrl's files name their save.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from torch.futures import Future
 
 _METADATA_FILE = ".metadata"
-OWN = "lightrl "  # prefix of a save's id
+OWN = "lightrl "  # prefix of a save id
 PARTS = ".distcp"  # suffix of tensor files
-# A damaged or crafted pickle can fail in any of its operations.
+# Any operation of a damaged or crafted pickle can fail.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 _CLASSES: tuple[type, ...] = (
@@ -51,11 +51,11 @@ _CLASSES: tuple[type, ...] = (
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint's file differs from what was written."""
+    """Raised if a checkpoint file differs from what was written."""
 
 
 def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
-    """Reads a checkpoint's file to the CPU; raises ValueError if it is damaged or contains more than plain data."""
+    """Reads a checkpoint file onto the CPU; raises ValueError if it is damaged or contains more than plain data."""
     with named(file):
         check_records(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
@@ -65,13 +65,13 @@ def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
 def of_run(content: object, file: str | Path) -> dict[str, Any]:
     """Returns `content` if Lightning wrote it; raises ValueError for anything else that torch can read."""
     if not isinstance(content, dict) or "pytorch-lightning_version" not in content:
-        raise ValueError(f"{str(file)!r} is not a checkpoint of a run. To start from weights, set model.policy.")
+        raise ValueError(f"{str(file)!r} is not a run's checkpoint. To start from weights, set model.policy.")
     return content
 
 
 @contextlib.contextmanager
 def named(file: str | Path) -> Iterator[None]:
-    """Inside, an error about a file that is damaged or holds more than plain data becomes one with the file's name."""
+    """Replaces an error from reading the file, inside the context, by a DamagedCheckpoint that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def named(file: str | Path) -> Iterator[None]:
 
 
 def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
-    """Raises ValueError for a damaged record of a `torch.save` file, or a compressed one, which torch never writes."""
+    """Raises ValueError if a record of a `torch.save` file is damaged, or compressed, which torch never does."""
     with zipfile.ZipFile(content) as records:
         compressed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = compressed[0] if compressed else records.testzip()
@@ -101,7 +101,7 @@ def _without_advice(error: BaseException) -> BaseException:
 
 
 def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Fills a state in place from a checkpoint folder, or raises ValueError; collective unless `no_dist`."""
+    """Fills a state in place from a checkpoint folder, or raises ValueError. Collective unless `no_dist`."""
     try:
         dcp.state_dict_loader.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), no_dist=no_dist)
     except CheckpointException as error:
@@ -115,7 +115,7 @@ def load_parts(state: dict[str, Any], folder: Path, *, no_dist: bool = False) ->
 
 
 def own_save_id(saved: Metadata) -> str | None:
-    """Returns the id that each file of this save must contain; None if lightrl did not set one."""
+    """Returns the id that each file of this save must contain; None if the save is not lightrl's."""
     save_id = getattr(saved.storage_meta, "save_id", None)
     return save_id if isinstance(save_id, str) and save_id.startswith(OWN) else None
 
@@ -126,7 +126,7 @@ def mark_of(save_id: str, name: str) -> bytes:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder; checks every byte, and limits which classes `.metadata` can name."""
+    """torch's reader for checkpoint folders, which also checks every byte and restricts the classes in `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the folder's metadata; raises ValueError if `.metadata` is not in torch's format."""
@@ -146,7 +146,7 @@ class SafeReader(FileSystemReader):
         return read
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError, on one rank, for a file that belongs to another save; reads the first bytes of each."""
+        """Raises ValueError, on one rank, if a file's first bytes name a different save."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         if not is_coordinator or (save_id := own_save_id(metadata)) is None:
             return
@@ -156,7 +156,7 @@ class SafeReader(FileSystemReader):
             with named(folder / name), (folder / name).open("rb") as file:
                 if file.read(len(mark)) != mark:
                     left_over = "" if name in needed else ", which does not need it. Remove it"
-                    raise ValueError(f"it is from another save than {_METADATA_FILE}{left_over}")
+                    raise ValueError(f"it is not from the same save as {_METADATA_FILE}{left_over}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         indices = {item.storage_index for item in plan.items}
@@ -170,7 +170,7 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """torch's planner, which loads single values as plain data."""
+    """torch's planner, changed to load single values as plain data."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # torch's method unpickles without limits.
@@ -181,7 +181,7 @@ class _SafePlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
-        # New functions for each object, since a pickle can set attributes of everything that it names.
+        # New functions for each object, because a pickle can set attributes of everything that it names.
         self._names: dict[tuple[str, str], object] = {
             **{(kind.__module__, kind.__qualname__): kind for kind in _CLASSES},
             **dict.fromkeys([(module, "PosixPath") for module in _PATHLIB], lambda *parts: "/".join(parts)),
@@ -205,7 +205,7 @@ _PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
 
 @contextlib.contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """Afterwards, reverts attributes that a pickle has set on torch's classes, and raises ValueError if it did."""
+    """On exit, reverts attributes that a pickle has set on torch's classes, and raises ValueError if there are any."""
     before = [(kind, dict(vars(kind))) for kind in _CLASSES]
     try:
         yield
@@ -222,7 +222,7 @@ def _unchanged_classes() -> Iterator[None]:
 
 
 def _checked_metadata(read: object) -> Metadata:
-    """Returns its argument; raises ValueError unless it is metadata of tensors and values in the same folder."""
+    """Returns its argument; raises ValueError unless it is the metadata of files in the same folder."""
     if not isinstance(read, Metadata) or not isinstance(read.state_dict_metadata, dict):
         raise ValueError(f"it holds {type(read).__name__}")
     files = read.storage_data

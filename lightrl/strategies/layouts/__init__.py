@@ -1,9 +1,9 @@
-"""Layouts: how a microbatch goes through a model without its padding; all give the same results.
+"""Layouts: ways to run a microbatch through a model without padding. All give the same results.
 
 Reading order:
-    probes.py            tests on a few tokens which layouts a model supports
-    shared_prefix.py     a group's prompt goes through the model once, or once for several completions
+    probes.py            find out, on a few tokens, which layouts a model supports
+    shared_prefix.py     runs a group's prompt once, or once for several completions
     packed_attention.py  attention over a packed row without a mask; context parallelism
-    branches.py          a trajectory that is a tree of conversations, as rows
-    halves.py            two threads for a small model
+    branches.py          turns a trajectory that is a tree of conversations into rows
+    halves.py            runs a small model in two threads
 """

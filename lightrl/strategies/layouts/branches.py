@@ -1,4 +1,4 @@
-"""Turns trees of conversations into rows, which models read; no other file in strategies does."""
+"""Turns trees of conversations into rows, which models read. No other file in strategies knows about trees."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lightrl.models import Outputs
 
 
 def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs], Outputs]]:
-    """Returns a model's rows, one per conversation, and a function that maps its outputs back to trajectories.
+    """Returns an experience of rows, one per conversation, and a function that maps a model's outputs back to trees.
 
-    A token's loss mask is True only in the first row that contains it. Without trees, nothing changes.
+    The loss mask is True only in the first row that contains a token. Without trees, nothing changes.
     """
     if experience.gaps is None:
         return experience, lambda outputs: outputs

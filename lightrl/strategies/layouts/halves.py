@@ -1,8 +1,8 @@
 """Runs a microbatch as two halves of its groups, each in a thread with half of the cores.
 
-The operations of a small model are too short to be divided among torch's threads: with a second thread, a model with
-1 M parameters decodes at half the speed. Two halves, each an ordinary microbatch, use both cores. Their losses are
-computed one after the other, and a gradient is always (previous gradient) + (first + second), whatever the order.
+A small model's operations are too short to be divided among torch's threads: with a second thread, a model with 1 M
+parameters decodes at half the speed. Two halves, each an ordinary microbatch, use both cores. Their losses are computed
+one after the other, and a gradient is always (previous gradient) + (first + second), whichever half finishes first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightrl.concurrency.in_thread import side_by_side
 from lightrl.experience import Experience
 from lightrl.models import Backward, LossFunction, Outputs
 
-# Below this model size, torch's threads do not help, but two halves do if they have this many tokens together.
+# Below this model size, torch's threads do not help; two halves do, if the microbatch has at least MIN_TOKENS.
 SMALL_MODEL_PARAMETERS = 10_000_000
 MIN_TOKENS = 2048
 
@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 
 
 def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -> bool:
-    """Whether two halves are faster than the whole microbatch, and equally exact.
+    """Whether two halves are faster than the whole microbatch, with the same results.
 
-    The forward must not depend on torch's per-thread state (autocast, no gradients), nor sample anything.
+    The forward pass must not depend on torch's per-thread state (autocast, no gradients), nor sample anything.
     """
     return (
         experience.token_ids.device.type == "cpu"
@@ -41,7 +41,7 @@ def halves_pay(model: torch.nn.Module, experience: Experience, num_cores: int) -
 
 
 def cut_in_halves(experience: Experience) -> list[Experience] | None:
-    """Cuts an experience into two, of whole groups and similar numbers of tokens; None if there is only one group."""
+    """Cuts an experience into two halves of whole groups with similar token counts; None if it has only one group."""
     groups, lengths = experience.units("group"), experience.lengths.tolist()
     if len(groups) < 2:
         return None
@@ -65,14 +65,14 @@ def forward_backward_halves(
 
     Args:
         halves: from `cut_in_halves`.
-        outputs_of: the forward; called in two threads concurrently.
+        outputs_of: the forward pass; called in two threads concurrently.
         parameters: the parameters that get gradients.
     """
     outputs = _side_by_side(*(lambda half=half: outputs_of(half) for half in halves))
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # so that only the two halves are added: float addition is commutative, not associative
+        parameter.grad = None  # so only the two halves are added, in any order: a sum of three would depend on it
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:
@@ -80,7 +80,7 @@ def forward_backward_halves(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of two losses; its backward runs both losses' backwards concurrently."""
+    """Adds two losses; the backward pass runs both losses' backward passes concurrently."""
 
     @staticmethod
     def forward(ctx: Any, start: Tensor, losses: tuple[Tensor, Tensor]) -> Tensor:

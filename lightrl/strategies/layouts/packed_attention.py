@@ -1,16 +1,16 @@
-"""Attention over a packed row: each trajectory attends only to itself, without a T × T mask.
+"""Attention over a packed row: each trajectory attends only to its tokens, without a T × T mask.
 
-transformers separates packed trajectories with a dense mask over the whole row (1 GiB in bool for 32,768 tokens),
-unless the attention knows where they start. `make_packable` registers an attention that receives these offsets; other
-forwards still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for the device,
-dtype and head size:
+transformers separates packed trajectories with a dense mask over the whole row (1 GiB as bool for 32,768 tokens),
+unless the attention knows where they start. `make_packable` registers an attention that receives their starts. Forward
+passes without starts still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for
+the device, dtype and head size:
 
     flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), also in compiled layers
-    flex    torch's flex attention, compiled, over the blocks that a trajectory touches
+    flex    torch's compiled flex attention, over the blocks that a trajectory touches
     sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 
 Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All other
-operations work token by token. Each rank has the results of its own tokens; their sum over ranks is the whole row's:
+operations work token by token. Each rank has results for its tokens, so the sum over ranks contains the whole row's:
 
     cp 2, 4 heads       rank 0                               rank 1
     a packed row        its first half                       its second half
@@ -46,10 +46,10 @@ log = logging.getLogger(__name__)
 
 NAME = "lightrl_packed"  # name of this attention in transformers' registry
 
-# Cost of one more SDPA call, in tokens: below it, padding is cheaper.
+# Cost of one more SDPA call, in tokens. Fewer tokens of padding are cheaper than a call.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # block size of flex attention
-# Relative to the largest value: rounding errors are smaller, and attending to wrong tokens has a far larger effect.
+# Relative to the largest value. Rounding errors are smaller than this; attending to wrong tokens has a larger effect.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
@@ -58,17 +58,17 @@ class NotPackable(ValueError):
 
 
 class PackedRows:
-    """The starts of the trajectories in a packed row, known on the host, so that no kernel has to read them back.
+    """The starts of the trajectories in a packed row, also kept on the host, so that no kernel has to read them back.
 
-    Trajectories with the same prompt may share it: the prompt is then a separate trajectory in the row, and each
-    completion that follows it attends to the prompt's keys, which `attend` repeats, and then to its own.
+    Trajectories may share their prompt. The prompt is then a separate trajectory in the row, and each of its
+    completions attends to the prompt's keys, which `attend` repeats, and then to its own keys.
 
     Args:
-        lengths: tokens of each trajectory, in the row's order; empty ones are ignored.
+        lengths: number of tokens of each trajectory, in the row's order; empty trajectories are ignored.
         device: device of the row.
-        kernels: dtype → kernel; other dtypes use the first that works.
-        prompt_indices: for each trajectory, the index of the earlier one that is its prompt, or -1; None for all -1.
-        group: ranks that each have a part of the row.
+        kernels: dtype → kernel; other dtypes use the first kernel that works.
+        prompt_indices: for each trajectory, the index of an earlier trajectory that is its prompt, or -1; None: all -1.
+        group: the ranks over which the row is divided.
     """
 
     def __init__(
@@ -105,15 +105,15 @@ class PackedRows:
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
-        A rectangle has tokens [n, longest] and keys [n, most], padded with the last of each row, and the number of keys
-        before the first token's key, [n]; all int64.
+        A rectangle is a tuple of indices: tokens [n, longest] and keys [n, most], each row padded with its last index,
+        and the number of keys before the first token's key, [n]; all int64.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
         indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
 
-        def ranges(starts: Tensor, sizes: Tensor) -> Tensor:  # a row for each start; shorter rows repeat their last
+        def ranges(starts: Tensor, sizes: Tensor) -> Tensor:  # a row for each start, padded with its last index
             return starts[:, None] + torch.minimum(torch.arange(int(sizes.max())), sizes[:, None] - 1)
 
         for members in rectangles(num_keys.tolist(), _CALL_OVERHEAD_TOKENS):
@@ -127,7 +127,7 @@ class PackedRows:
         return parts, to_device(indices, self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """Builds flex attention's BlockMask from the starts; `window` as in `blocks`."""
+        """Returns flex attention's BlockMask for these starts, built once per `window` (see `blocks`)."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if window in self._block_masks:
@@ -150,7 +150,7 @@ class PackedRows:
 
 
 def _key_tokens(lengths: Sequence[int], prompt_indices: Sequence[int]) -> Tensor:
-    """Returns the tokens whose keys the trajectories see, int64 [K]: for each, those of its prompt, then its own."""
+    """Returns the tokens whose keys each trajectory sees, joined, int64 [K]: its prompt's tokens, then its own."""
     tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
     parts: list[Tensor] = []
     for own_tokens, prompt in zip(tokens, prompt_indices, strict=True):
@@ -160,7 +160,7 @@ def _key_tokens(lengths: Sequence[int], prompt_indices: Sequence[int]) -> Tensor
 
 
 def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Returns the first and the last key, int64 [Q] each, that these tokens [Q] see."""
+    """Returns the first and the last key, int64 [Q] each, that each of these tokens [Q] sees."""
     document = torch.searchsorted(starts, queries, right=True) - 1
     last = key_starts[document + 1] - (starts[document + 1] - queries)  # the token's own key
     first = key_starts[document]
@@ -173,9 +173,9 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
     A block is full, and needs no mask, if each of its queries sees each of its keys.
 
     Args:
-        starts: starts of the trajectories' tokens, from 0, and the end of the last: int64 [N + 1].
+        starts: each trajectory's first token, and the end of the last trajectory: int64 [N + 1].
         key_starts: the same for their keys.
-        window: most keys that a query sees, including its own; None for all before it.
+        window: maximum number of keys that a query sees, including its own; None for no limit.
     """
     num_tokens = int(starts[-1])
     first = torch.arange(0, num_tokens, _BLOCK)  # the first query of each block
@@ -190,13 +190,13 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
     is_full = (keys >= lowest_of_last) & (keys + _BLOCK - 1 <= own_of_first) & (first + _BLOCK <= num_tokens)[:, None]
     parts = []
     for picked in (is_needed & ~is_full, is_full):
-        order = picked.int().argsort(dim=1, descending=True, stable=True)  # needed blocks, ascending, then the others
+        order = picked.int().argsort(dim=1, descending=True, stable=True)  # picked blocks, ascending, then the others
         parts.append((picked.sum(1).int()[None, None], order.int()[None, None]))
     return parts
 
 
 def make_packable(model: PreTrainedModel) -> bool:
-    """Installs this attention if the model uses SDPA or flash attention; returns whether it did."""
+    """Installs this attention in a model that uses SDPA; returns whether the model can be packed."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -210,7 +210,7 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
-    """Returns the forward's arguments, besides `position_ids`, that contain the starts of the trajectories.
+    """Returns those arguments of the model's forward, besides `position_ids`, that depend on the trajectories' starts.
 
     Args:
         with_states: whether layers keep states (models/hybrids.py), so convolutions and recurrences need the starts.
@@ -219,7 +219,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) ->
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
-    if not rows.kernels:  # before layers are compiled, since a trial may compile too, and later sizes are symbolic
+    if not rows.kernels:  # before layers are compiled: a trial may compile too, and later sizes are symbolic
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads
@@ -236,7 +236,7 @@ def _compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Returns a four-dimensional mask of one element, which transformers passes on instead of making a mask."""
+    """Returns a four-dimensional mask with one element, which transformers passes on instead of building a mask."""
     return torch.empty(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -301,7 +301,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sums over ranks that compute the same loss from it; multiplies gradients by cp, since they are averaged later."""
+    """Sums over cp ranks, which then compute the same loss. Multiplies gradients by cp, as they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -340,7 +340,7 @@ def kernel_for(
 
 
 def _is_tried_on(device: torch.device) -> bool:
-    """Whether to try a kernel: the first two are for GPUs; flex attention has no backward on a CPU (torch 2.13)."""
+    """Whether to try flash and flex: both are for GPUs (flex attention has no backward on a CPU in torch 2.13)."""
     return device.type != "cpu"
 
 
@@ -354,7 +354,7 @@ def _failure(
     value_size: int,
     shares_prompts: bool,
 ) -> str | None:
-    """Returns why a kernel cannot be used: its error, or its difference from SDPA; None if it can."""
+    """Returns why a kernel cannot be used: its error, or its difference from SDPA. Returns None if it can be used."""
     rows = PackedRows((_BLOCK + 3, 5, 7), device, prompt_indices=(-1, -1, 0) if shares_prompts else None)
     generator = torch.Generator().manual_seed(0)
     num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
@@ -419,7 +419,7 @@ def _flex(
 def _sdpa(
     query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scale: float | None, window: int | None
 ) -> Tensor:
-    """Runs SDPA on each rectangle of `rows`, and puts the outputs in the row's order."""
+    """Runs SDPA on each rectangle of `rows`, and returns the outputs in the row's order."""
     parts, indices = rows.rectangles
     times = query.shape[1] // key.shape[1]
     if times > 1:
@@ -442,5 +442,5 @@ def _sdpa(
     return torch.cat(outputs).index_select(0, indices)[None]
 
 
-# In the order of the trials.
+# In the order in which `kernel_for` tries them.
 KERNELS: dict[str, Callable[..., Tensor]] = {"flash": _flash, "flex": _flex, "sdpa": _sdpa}

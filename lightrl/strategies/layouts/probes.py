@@ -1,7 +1,7 @@
-"""Probes of a model: whether its head is plain, which layouts are exact, and whether its layers can be compiled.
+"""Probes that find out whether a model's head is plain, which layouts are exact, and whether layers can be compiled.
 
-Each probe runs the model on a few tokens. Model families differ, and a wrong guess would silently train on wrong
-logprobs, so nothing is inferred from names.
+Most probes run the model on a few tokens. Model families differ, and a wrong guess would silently train on wrong
+logprobs, so these probes infer nothing from names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model: its layers' dtype, if smaller
+LAYER_DTYPE = "lightrl_layer_dtype"  # attribute of a model: the dtype of its layers, if smaller than the model's
 
 # Rotary embeddings whose angles depend on the number of tokens in a forward.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -60,7 +60,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
-    """Returns the layouts of shared_prefix.py that give the same results as whole rows; only with full attention."""
+    """Returns the layouts of shared_prefix.py that match the results of whole rows; none without full attention."""
     from transformers.cache_utils import DynamicLayer
 
     if not cache_argument(model.base_model) or rope_depends_on_length(model):
@@ -76,7 +76,7 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
             parts = list(
                 shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
             )
-        except (RuntimeError, TypeError, ValueError):  # the model needs another kind of mask
+        except (RuntimeError, TypeError, ValueError):  # the model needs a different kind of mask
             continue
         if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
             exact[name] = layout
@@ -85,13 +85,13 @@ def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
 
 @torch.no_grad()
 def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
-    """Whether trajectories in one row are independent; installs an attention that separates them.
+    """Whether a packed row's trajectories do not affect each other; installs an attention that separates them.
 
     Args:
-        shares_prompt: test two completions of one prompt that the row contains once.
+        shares_prompt: test with two completions of a prompt that the row contains only once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
-        return False  # sparse attention, which has no effect on as few tokens as the probe has
+        return False  # sparse attention, which has no effect on the probe's few tokens
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
@@ -108,7 +108,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     ]
     positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
     position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
-    # FSDP2's layers compute in bfloat16; compilation is off here, so a trial of flex attention would mislead.
+    # FSDP2's layers compute in bfloat16. A trial of flex attention would mislead while compilation is off.
     rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
     starts = arguments(model, rows, with_states=with_states)
     try:
@@ -122,11 +122,11 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, judged by a model without memory; `can_pack` tests the real one."""
+    """Whether only attention mixes tokens, judged from a model without memory; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
-        return False  # another state: of a convolution, or the index of sparse attention
+        return False  # it keeps other states: a convolution's, or the index of sparse attention
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
     return not rope_depends_on_length(model) and make_packable(model)

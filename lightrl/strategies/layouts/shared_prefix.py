@@ -1,7 +1,7 @@
-"""Shared prefixes: trajectories of one prompt share its states, so the prompt goes through the model less often.
+"""Shared prefixes: trajectories with the same prompt share its states, so the prompt is computed less often.
 
 In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
-lists the forwards of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
+lists the forward passes of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
 
     shared_keys   first  prompt      then  completion a      the prompt's key-values, repeated, precede each completion:
                                            completion b ·    any lengths, at least two forwards
@@ -38,11 +38,11 @@ _KEYS_OF_A_TOKEN = 768
 
 
 class Row(NamedTuple):
-    """A prompt and completions that follow it, each without its last token, which predicts nothing."""
+    """A prompt and its completions, each without its last token, which predicts nothing."""
 
     num_prompt_tokens: int  # L
     members: list[int]  # trajectories that begin with the prompt
-    sizes: list[int]  # tokens of their completions
+    sizes: list[int]  # number of tokens of their completions
     stored: int | None = None  # the row of an earlier forward whose key-values replace the prompt
 
     @property
@@ -61,9 +61,9 @@ Layout = Callable[[Sequence[Row]], Plan]  # makes a plan from distinct prompts w
 def find_shared_prompts(experience: Experience, image_token_id: int | None = None) -> list[Row]:
     """Returns each distinct prompt with all its trajectories, shortest prompt first.
 
-    The prompt is everything before the first loss token; prompts are equal if group, tokens and images are. A
-    trajectory without loss tokens counts as a prompt without its last token. So does one with image tokens after its
-    first loss token, and it shares its prompt with no other trajectory.
+    The prompt is everything before the first loss token. Prompts are equal if group, tokens and images are equal. A
+    trajectory without loss tokens counts as a prompt, except for its last token. So does a trajectory with image tokens
+    after its first loss token; it shares its prompt with no other trajectory.
     """
     token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
     images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
@@ -86,7 +86,7 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
 
 
 def shared_keys(prompts: Sequence[Row]) -> Plan:
-    """Plans a forward over the prompts of each length, then rectangles of completions that continue them."""
+    """Plans, for each prompt length, a forward over the prompts, then rectangles of completions that continue them."""
     plan: Plan = []
     for num_tokens, same_length in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
         plan.append([])
@@ -100,7 +100,7 @@ def shared_keys(prompts: Sequence[Row]) -> Plan:
 
 
 def shared_rows(prompts: Sequence[Row]) -> Plan:
-    """Plans rows of a prompt and its completions, of at most MAX_ROW_TOKENS if possible."""
+    """Plans rows that contain a prompt and completions, with at most MAX_ROW_TOKENS tokens if possible."""
     rows = []
     for prompt in prompts:
         for picked in bins(prompt.sizes, max(0, MAX_ROW_TOKENS - prompt.num_prompt_tokens)):
@@ -110,7 +110,7 @@ def shared_rows(prompts: Sequence[Row]) -> Plan:
 
 
 def whole_rows(prompts: Sequence[Row]) -> Plan:
-    """Plans a row per trajectory, without sharing."""
+    """Plans one row per trajectory, without sharing prompts."""
     rows = [
         Row(prompt.num_prompt_tokens + size, [member], [0])
         for prompt in prompts
@@ -132,19 +132,19 @@ class PackedTokens(NamedTuple):
 
     rows: Tensor  # int64 [P], the trajectory of each token
     columns: Tensor  # int64 [P], its position in the trajectory
-    lengths: list[int]  # tokens of each part of the row: a prompt, a completion, or a trajectory
+    lengths: list[int]  # number of tokens of each part of the row: a prompt, a completion, or a trajectory
     prompts: list[int]  # index of the prompt's part that each part follows, or -1
     flat_indices: Tensor  # int64 [B, T], index of the state of each trajectory position; -1 if it has none
 
 
 def each_alone(experience: Experience) -> list[Row]:
-    """Returns each trajectory as a prompt that no other shares."""
+    """Returns each trajectory as a prompt that no other trajectory shares."""
     lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
     return [Row(length, [row], [0]) for row, length in enumerate(lengths)]
 
 
 def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
-    """Lays out each prompt followed by its completions; a prompt with one completion forms one part with it.
+    """Lays out each prompt followed by its completions; a prompt and its only completion form one part.
 
     Args:
         prompts: from `find_shared_prompts` or `each_alone`.
@@ -165,14 +165,14 @@ def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
     rows, columns = members[part_of_token], positions[part_of_token] + offset
     flat_indices = torch.full(tuple(shape), -1)
     flat_indices[rows, columns] = torch.arange(len(part_of_token))
-    for prompt in prompts:  # its last position predicts the first token of each completion
+    for prompt in prompts:  # a prompt's last position predicts each completion's first token
         last = prompt.num_prompt_tokens - 1
         flat_indices[prompt.members, last] = flat_indices[prompt.members[0], last].clone()
     return PackedTokens(rows, columns, sizes.tolist(), shared_parts.tolist(), flat_indices)
 
 
 def cost(plan: Plan) -> float:
-    """Returns the cost of a plan in tokens, including padding, masked attention and the overhead of each call."""
+    """Returns a plan's cost in tokens, including padding, masked attention and the overhead of each model call."""
     total = 0.0
     for rows in plan:
         longest = max(row.num_tokens for row in rows)
@@ -188,7 +188,7 @@ def shared_hidden(
     plan: Plan,
     layer_input: Callable[[Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields rows [N], columns [N] and hidden states [N, H] of the predicting positions, forward by forward.
+    """Yields, for each forward pass, rows [N], columns [N] and hidden states [N, H] of the predicting positions.
 
     Args:
         token_ids: int64 [B, T of the trajectories].
@@ -218,12 +218,12 @@ def shared_hidden(
 
 
 class _Tokens(NamedTuple):
-    """The layout of a forward's rows; int64, on the host."""
+    """The layout of the rows of a forward pass; int64, on the host."""
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the trajectory
     segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
-    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the concatenated rows; others -1
+    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the concatenated rows, or -1
 
     @classmethod
     def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
@@ -256,7 +256,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees what precedes it in its prompt (segment 0) and segment."""
+    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees earlier tokens of its prompt (segment 0) and segment."""
     num_tokens = segments.shape[1]
     is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
     is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))

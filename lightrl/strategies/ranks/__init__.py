@@ -2,8 +2,8 @@
 
 Reading order:
     processes.py       sums, rows, messages from rank 0
-    watch.py           ends all ranks if one fails; names one that hangs
-    role_mesh.py       a role on its own ranks
+    watch.py           ends all ranks if one fails; names a rank that hangs
+    role_mesh.py       roles that have separate ranks
     shared_folder.py   checks that all hosts see the same folder
     planned_gather.py  gathers sharded parameters, each on one rank
 """

@@ -1,12 +1,12 @@
-"""PlannedGather: executes a GatherPlan between the ranks that share a model, point to point.
+"""PlannedGather: gathers each parameter of a sharded model on one rank, its owner, with point-to-point sends.
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
     norm        ranks 0 to 3, each all of it         1   nothing
 
 An owner receives only parts that it lacks, each once; `full_tensor` would gather every parameter on all ranks.
-Parameters that a server fuses, like q, k and v, have the same owner, which can thus compute the digest of the fused
-tensor. Pure functions make the plan, without a process group.
+Parameters that a server fuses, like q, k and v, have the same owner, so that the owner can compute the digest of the
+fused tensor. The plan is made by pure functions, without a process group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, one of each 
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter: its full shape, and the part that each rank holds.
+    """A parameter's full shape, and the part that each rank holds.
 
     Example:
         Layout("lm_head.weight", (100, 8), 4, {0: ((0, 0), (50, 8)), 1: ((50, 0), (50, 8))})
@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Send:
-    """The transfer of one part of a parameter to the owner."""
+    """The transfer of one part of a parameter to its owner."""
 
     name: str
     source: int
@@ -64,7 +64,7 @@ class Send:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The owners, sends and rounds of an export; the same on every rank.
+    """The owners, sends and rounds of an export; every rank has the same plan.
 
     In a round each owner gathers at most one bucket, or one larger tensor; all ranks finish a round before the next
     starts.
@@ -78,7 +78,7 @@ class GatherPlan:
 def make_plan(
     layouts: Iterable[Layout], sources: Mapping[str, Sequence[str]], *, ranks: Sequence[int], bucket_bytes: int
 ) -> GatherPlan:
-    """Assigns each exported tensor to an owner, balanced by bytes, and lists what other ranks send to it.
+    """Assigns each exported tensor to an owner, balanced by bytes, and lists what other ranks send to the owner.
 
     Args:
         layouts: the parameters.
@@ -103,7 +103,7 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """Returns the prefix of all parameters that must have the same owner: those of a layer's attention or MLP."""
+    """Returns the prefix of parameters that must have the same owner, such as those of a layer's attention or MLP."""
     parts = name.split(".")
     index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
@@ -112,7 +112,7 @@ def _unit(name: str) -> str:
 def _owners(
     layouts: Mapping[str, Layout], sources: Mapping[str, Sequence[str]], ranks: Sequence[int]
 ) -> dict[str, int]:
-    """Assigns units, largest first, each to the least loaded of the ranks that hold much of it."""
+    """Assigns each unit, largest first, to the least loaded of the ranks that hold much of the unit."""
     held_bytes: dict[str, Counter[int]] = {}
     unit_bytes: Counter[str] = Counter()
     for name, parameters in sources.items():
@@ -125,7 +125,7 @@ def _owners(
     owners: dict[str, int] = {}
     for unit in sorted(unit_bytes, key=lambda unit: (-unit_bytes[unit], unit)):
         largest_share = max(held_bytes[unit][rank] for rank in ranks)
-        # Half as much as the largest share is enough, to balance the load; other pipeline stages hold nothing.
+        # Half of the largest share is enough, for balance. Ranks of other pipeline stages hold nothing.
         candidates = [rank for rank in ranks if 2 * held_bytes[unit][rank] >= largest_share]
         owner = min(candidates, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
@@ -134,7 +134,7 @@ def _owners(
 
 
 def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
-    """Plans who sends the owner each part it lacks: the holder with the fewest bytes in `sent`, which is updated."""
+    """Plans which rank sends each part that the owner lacks: the holder with the fewest bytes in `sent`."""
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(layout.boxes.items()):
         if math.prod(box[1]):
@@ -142,7 +142,7 @@ def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
     if sum(math.prod(sizes) for _, sizes in holders) != math.prod(layout.shape):
         raise ValueError(
             f"The parts of {layout.name} {list(layout.shape)} overlap or leave a gap: {dict(layout.boxes)}. Each "
-            "element must be on one rank, or on several that hold the same part."
+            "element must be on one rank, or on several ranks that hold the same part."
         )
     sends = []
     for box, ranks in holders.items():
@@ -156,7 +156,7 @@ def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
 
 
 def _rounds(owners: Mapping[str, int], sizes: Mapping[str, int], bucket_bytes: int) -> list[list[str]]:
-    """Cuts each owner's tensors, in order, into buckets; round i has bucket i of every owner."""
+    """Cuts each owner's tensors, in order, into buckets; round i consists of bucket i of every owner."""
     rounds: list[list[str]] = []
     index: Counter[int] = Counter()
     filled: Counter[int] = Counter()
@@ -178,8 +178,8 @@ class PlannedGather:
     connections, for which the run's default group must have been used before; Lightning's setup does that.
 
     Args:
-        model: the sharded model; if this rank holds only some modules, the whole model without memory.
-        held: this rank's parts of it, DTensors or whole tensors.
+        model: the sharded model or, if this rank holds only some of its modules, the whole model without memory.
+        held: this rank's parts of the model, DTensors or whole tensors.
         group: the ranks that share the model; None for all ranks of the run.
     """
 
@@ -209,10 +209,10 @@ class PlannedGather:
     def buckets(
         self, held: Mapping[str, Tensor], bucket_bytes: int, *, part: Part, names: Names, is_spread: bool
     ) -> Iterator[Bucket]:
-        """Yields the exported tensors that this rank owns: all on rank 0, or with `is_spread` a share on each rank.
+        """Yields the exported tensors that this rank owns. Rank 0 owns all; with `is_spread`, each rank owns a share.
 
         Args:
-            held: this rank's parts, as they are now.
+            held: this rank's parts with their current values.
             bucket_bytes, part, names, is_spread: as in ParallelModel.full_parameters.
         """
         sources = tuning_of(self._model).sources(self._model, part)  # exported name → its parameters
@@ -264,7 +264,7 @@ class PlannedGather:
         return tensors
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
-        """Allocates the whole parameter and fills in this rank's part; if this rank has all of it, returns that."""
+        """Allocates the whole parameter and fills in this rank's part; returns the held parameter if it is whole."""
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
@@ -284,7 +284,7 @@ def box_of(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     sharded: Any = tensor
-    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints use it too
+    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints call this too
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 

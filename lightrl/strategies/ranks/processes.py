@@ -1,8 +1,8 @@
-"""Ranks: the processes of a run and their communication: sums, rows, messages from rank 0.
+"""Ranks: the processes of a run, and how they exchange sums, rows and messages from rank 0.
 
 `ranks_of(strategy)` returns them; with one process every method is trivial. Data-parallel ranks (dp) have different
 rows; ranks with the same `dp_rank` (along the tensor and pipeline axes) have the same rows. A role with its own mesh
-has its own Ranks: `ranks.of_role("critic")`.
+has separate Ranks: `ranks.of_role("critic")`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightrl.trace import span
 from lightrl.weights.broadcast import listen
 
 START_TIMEOUT = timedelta(minutes=30)  # time for all ranks to join a group
-# Longer than any rollout or save: RankWatch, which needs a group to start, detects ranks that wait too long.
+# Longer than any rollout or save. RankWatch, which needs a group to start, detects ranks that wait too long.
 _WATCHED_TIMEOUT = timedelta(days=7)
-_SENDS_AT_ONCE = 2  # copies of rows in memory while they are sent
+_SENDS_AT_ONCE = 2  # how many sends may be pending, each with a copy of its rows
 
 # Kinds of messages that rank 0 sends to the waiting ranks.
 Kind = Literal["waiting", "data", "error", "stop"]
@@ -41,7 +41,7 @@ Kind = Literal["waiting", "data", "error", "stop"]
 
 @dataclass(frozen=True)
 class Message:
-    """A message from rank 0 to all others."""
+    """A message from rank 0 to all other ranks."""
 
     kind: Kind
     done: int = 0  # progress, while waiting
@@ -59,9 +59,9 @@ class Send:
 
 
 class Ranks:
-    """A single process, which has all rows; several processes are ProcessRanks."""
+    """A single process, which has all rows. For several processes, see ProcessRanks."""
 
-    rank = 0  # within these ranks, like the following fields
+    rank = 0  # this process's number among these ranks
     size = 1
     dp_rank = 0
     dp_size = 1
@@ -76,11 +76,11 @@ class Ranks:
         return self.is_here and self.rank == 0
 
     def of_role(self, role: str) -> Ranks:
-        """Returns the ranks that hold this role's model: all, unless it has its own mesh."""
+        """Returns the ranks that hold this role's model: all ranks, unless the role has a mesh."""
         return self
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over dp ranks, the same on each; may change `tensor`."""
+        """Returns the sum over dp ranks, the same on each rank; may change `tensor`."""
         return tensor
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
@@ -90,7 +90,7 @@ class Ranks:
     def exchange(
         self, sends: Sequence[Send], pack: Callable[[Send], Tensor], num_bytes: Callable[[Send], int]
     ) -> list[tuple[Send, Tensor]]:
-        """Executes one round of a plan; returns what this rank received, uint8. `pack` runs just before each send."""
+        """Executes one round of a plan; returns what this rank received, as uint8. `pack` runs before each send."""
         return []
 
     def max_each(self, values: list[int]) -> list[int]:
@@ -99,7 +99,7 @@ class Ranks:
         return largest
 
     def total_norm(self, gradients: Sequence[Tensor]) -> float:
-        """Returns the norm of all gradients, which may be sharded; the same on each rank."""
+        """Returns the norm of all gradients, which may be sharded. All ranks get the same norm."""
         if not gradients:
             return 0.0
         norm = torch.nn.utils.get_total_norm(gradients)
@@ -109,14 +109,14 @@ class Ranks:
         """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
 
     def send(self, message: Message, source: int = 0) -> None:
-        """Sends a message from rank `source` to all others, which must call `receive`."""
+        """Sends a message from rank `source` to all other ranks, which must call `receive`."""
 
     def receive(self, source: int = 0) -> Message:
-        """On the other ranks, waits for the next message from rank `source`."""
+        """Waits for the next message from rank `source`; called on all other ranks."""
         raise AssertionError("One process receives nothing.")
 
     def broadcast_json(self, value: Any) -> Any:
-        """Returns rank 0's value, plain JSON, on every rank."""
+        """Returns rank 0's value, which must be plain JSON, on every rank."""
         if self.size == 1:
             return value
         if self.is_main:
@@ -125,25 +125,25 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers every rank's plain JSON on rank 0, by rank; RuntimeError names ranks that exceed `timeout_s`."""
+        """Gathers every rank's plain JSON on rank 0, in rank order. RuntimeError names ranks that miss `timeout_s`."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
-        """Returns the tensors of rank `source` on every rank; the other ranks get them in host memory."""
+        """Returns the tensors of rank `source` on every rank; other ranks get them in host memory."""
         return dict(tensors)
 
     @contextlib.contextmanager
     def phase(self, name: str, *, has_own_deadline: bool = False) -> Iterator[None]:
-        """Names the current work of this rank, for the error about a rank that hangs."""
+        """Names this rank's current work, for the error about a rank that hangs."""
         if self.watch is not None:
             self.watch.enter(name, has_own_deadline=has_own_deadline)
         yield
         if self.watch is not None:
-            self.watch.leave()  # not after an error, whose report names the phase
+            self.watch.leave()  # not after an error, because its report names the phase
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Inside, the watch's timeout does not apply, because the work has its own; with `is_on=False`, it applies."""
+        """Suspends the watch's timeout inside the context, for work that has one; with `is_on=False`, applies it."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
@@ -159,11 +159,11 @@ class Ranks:
 
     @property
     def failed_before(self) -> str | None:
-        """Which other rank failed or stopped first, and how; None if none did."""
+        """Which other rank failed or stopped first, and how; None if no other rank did."""
         return None if self.watch is None else self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:
-        """Reports that this rank failed, which ends the others, unless they raise the same error."""
+        """Reports that this rank failed, which ends the other ranks. Does nothing if all ranks raise the same error."""
         if self.watch is not None and not is_on_all_ranks(error):
             self.watch.fail(error)
 
@@ -177,17 +177,17 @@ _ONE_PROCESS = Ranks()
 
 
 def ranks_of(strategy: Strategy) -> Ranks:
-    """Returns the strategy's Ranks, or those of one process if it does not split models."""
+    """Returns the strategy's Ranks, or Ranks of one process if the strategy does not split models."""
     ranks: Ranks = getattr(strategy, "ranks", _ONE_PROCESS)
     return ranks
 
 
 class ProcessRanks(Ranks):
-    """Several processes: all those of the run, or those that hold one role's model.
+    """Several processes: all processes of the run, or those that hold one role's model.
 
     Args:
         dp_group: the ranks with different rows, in the order of `dp_rank`, on the device's backend.
-        control_group: all these ranks, on the CPU (gloo), with a deadline longer than any rollout.
+        control_group: all these ranks, on the CPU (gloo), with a timeout longer than any rollout.
         device: device of `dp_group`'s tensors.
         watch: this process's watch, made by `watch_all`.
         dp_members: see Ranks; None gathers them from the ranks.
@@ -210,7 +210,7 @@ class ProcessRanks(Ranks):
         self.watch: RankWatch = watch
         self.copies: list[Tensor] = []  # parameters of this rank that another rank counts in norms
         self.shared: list[torch.nn.Parameter] = []  # trained parameters that every rank holds whole
-        self.roles: dict[str, Ranks] = {}  # roles with their own mesh
+        self.roles: dict[str, Ranks] = {}  # ranks of roles that have a mesh
         self._dp_group = dp_group
         self.control_group = control_group
         self._device = device
@@ -251,7 +251,7 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        # Of the ranks with the same rows, only one is counted: a pipeline's last stage, which computes the loss.
+        # Of the ranks with the same rows, only one counts: the last, which has a pipeline's last stage and so the loss.
         is_counted = self.dp_members[self.dp_rank][-1] == self.rank
         for parameter in self.shared:
             gradient = parameter.grad if is_counted else None
@@ -290,7 +290,7 @@ class ProcessRanks(Ranks):
                 buffer = torch.empty(num_bytes(send), dtype=torch.uint8)
                 received.append((send, buffer))
                 waits.append(dist.irecv(buffer, group=self.control_group, group_src=send.source))
-        sending: list[tuple[Any, Tensor]] = []  # the bytes must live until they are sent
+        sending: list[tuple[Any, Tensor]] = []  # the data must stay in memory until it is sent
         for send in (send for send in sends if send.source == self.rank):
             data = pack(send)
             sending.append((dist.isend(data, group=self.control_group, group_dst=send.target), data))
@@ -321,7 +321,7 @@ class ProcessRanks(Ranks):
 
 
 class OtherRanks(Ranks):
-    """The ranks of a role's model, in a process that is not one of them; `first_rank` is a world rank."""
+    """The ranks of a role's model, seen from a process that is not one of them; `first_rank` is a world rank."""
 
     is_here = False
 
@@ -331,7 +331,7 @@ class OtherRanks(Ranks):
 
 
 def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeout_s: float) -> RankWatch:
-    """Starts the watch of this rank, with a store on rank 0's machine, `main_address`; collective."""
+    """Starts this rank's watch, with a store on rank 0's machine (`main_address`). Collective."""
     rank, size = dist.get_rank(control_group), dist.get_world_size(control_group)
     store = _watch_store(main_address) if rank == 0 else None
     # Keys have a secret prefix, because other users may connect to the port.
@@ -348,9 +348,9 @@ def allow_long_waits(group: dist.ProcessGroup) -> None:
 
 
 def _watch_store(main_address: str) -> TCPStore:
-    """Opens rank 0's store on this address only, unless other hosts may reach it at another one."""
+    """Opens rank 0's store on this address only, unless other hosts may use a different address of this machine."""
     listener = None
-    with contextlib.suppress(OSError):  # a name that does not resolve here, or another network's address
+    with contextlib.suppress(OSError):  # the name does not resolve here, or the address is not this machine's
         address = socket.gethostbyname(main_address)
         # Some systems resolve a machine's own name to a loopback address, which others cannot reach.
         if not address.startswith("127.") or main_address in ("localhost", address):
@@ -362,9 +362,9 @@ def _watch_store(main_address: str) -> TCPStore:
 
 
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of squares of this rank's parts; the sum over all ranks then counts each number once.
+    """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors that only this rank has; other ranks count those of `copies`.
+    Gradients are DTensors on any meshes, or whole tensors that only this rank has. Other ranks count those of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -380,7 +380,7 @@ def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: t
 
 
 def mark_as_on_all_ranks(error: BaseException) -> BaseException:
-    """Marks that every rank raises this error at the same place, so collectives still work afterwards."""
+    """Marks an error that every rank raises at the same place, so that collectives still work afterwards."""
     error.__dict__["is_on_all_ranks"] = True
     return error
 
@@ -394,7 +394,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_divisors(number: int, target: int) -> list[int]:
-    """Returns the divisors of `number` nearest to `target`, below and above, for errors about sizes that do not fit."""
+    """Returns the nearest divisors of `number` below and above `target`, for errors about sizes that do not fit."""
     below = [size for size in divisors(number) if size <= target]
     above = [size for size in divisors(number) if size >= target]
     return sorted({*below[-1:], *above[:1]})

@@ -1,11 +1,11 @@
-"""Places: the ranks of a role's model (all ranks of the run, or its own mesh), and a stand-in on the other ranks.
+"""Places: the ranks of a role's model (all ranks of the run, or a separate mesh), and a stand-in on other ranks.
 
     world 6    policy     RoleMesh(0, 4, tp=2)   ranks 0 1 2 3, dp 2
                critic     RoleMesh(4, 2)         ranks 4 5, dp 2: updated at the same time as the policy
-               reference  no mesh                ranks 0 to 5, after the earlier work of these ranks
+               reference  no mesh                ranks 0 to 5, after these ranks' other work
 
-Each role splits the rows over its own dp axis, and every rank holds the rows that its roles work on. When another call
-needs results, they are sent to the ranks that work on the same rows (sharded_experience/).
+Each role splits the rows over its dp axis, and every rank holds the rows that its roles work on. Results that a
+different call needs are sent to the ranks that work on the same rows (sharded_experience/).
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Place:
 
 
 def planned_roles(module: Any) -> dict[str, Role]:
-    """Returns the roles of an RLModule or a module that trains on data; none for any other module."""
+    """Returns the roles of an RLModule or of a module that trains on data; other modules have none."""
     name = "planned_roles" if hasattr(module, "planned_roles") else "models"
     roles: dict[str, Role] = getattr(module, name, dict)()
     return roles
 
 
 def role_meshes(module: object) -> dict[str, RoleMesh]:
-    """Returns the meshes of the roles that have their own."""
+    """Returns the meshes of those roles that have one."""
     return {name: role.mesh for name, role in planned_roles(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Raises ValueError if a mesh exceeds the world size or the policy's does not include rank 0."""
+    """Raises ValueError if a mesh does not fit, the policy's omits rank 0, or the module trains its own parameters."""
     meshes = role_meshes(module)
     own = own_parameters(module) if meshes and module is not None else {}
     if names := [name for name, item in own.items() if item.requires_grad]:
@@ -59,7 +59,7 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
             f"role may have a mesh, but {' and '.join(meshes)} has one. Remove the mesh."
         )
     for role, mesh in meshes.items():
-        ranks = mesh.ranks(world_size)
+        ranks = mesh.ranks(world_size)  # raises if the mesh does not fit
         if role == "policy" and ranks[0] != 0:
             raise ValueError(
                 f"The policy's mesh.first_rank must be 0, got {ranks[0]}: rank 0 sends its weights to the engine. Use "
@@ -70,7 +70,7 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
 def make_place(
     world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: torch.device
 ) -> Place:
-    """Creates a role's Place on the ranks `members`; ranks along `dp` hold different rows. All ranks must call it."""
+    """Creates a role's Place on the ranks `members`, which hold different rows along `dp`. All ranks must call this."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=START_TIMEOUT)
@@ -84,13 +84,13 @@ def make_place(
 
 
 def empty_out(model: torch.nn.Module) -> None:
-    """Removes all layers and parameters of a model that lives on other ranks; its config stays."""
+    """Removes all layers and parameters of a model that is on other ranks, but keeps its config."""
     for name, _ in [*model.named_children(), *model.named_parameters(recurse=False)]:
         setattr(model, name, None)
 
 
 class OtherRanksModel:
-    """The ParallelModel of a role that lives on other ranks: has no parameters and is never called here."""
+    """The ParallelModel of a role whose model is on other ranks: has no parameters and is never called here."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("This rank does not hold the model.")

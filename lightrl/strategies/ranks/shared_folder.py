@@ -1,6 +1,6 @@
 """Checks whether all ranks share a folder: hosts may have different folders with the same name.
 
-Rank 0 creates a marker file there. The others wait until they see it and create their own, which rank 0 must see.
+Rank 0 creates a marker file there. The other ranks wait for it and create their own, which rank 0 must see.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from lightrl.checks.files import nearest_folder
 from lightrl.strategies.ranks.processes import Ranks, mark_as_on_all_ranks
 
-VISIBLE_WITHIN_S = 10.0  # time for another host to see a new file on a network file system
+VISIBLE_WITHIN_S = 10.0  # time until a new file on a network file system is visible on other hosts
 _LOOK_S = 0.1
 _ARRIVE_WITHIN_S = 300.0  # time for all ranks to answer rank 0
 
 
 def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
-    """Returns the ranks that do not share rank 0's folder or cannot write there, with their host names; collective."""
+    """Returns the ranks, and their hosts, that do not share rank 0's folder or cannot write there. Collective."""
     mark = f".seen-by-all-{secrets.token_hex(8)}"
     if ranks.is_main:
         (folder / mark).touch()
@@ -40,7 +40,7 @@ def ranks_without(folder: Path, ranks: Ranks) -> list[tuple[int, str]]:
 
 
 def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
-    """Raises ValueError on all ranks if a rank does not share a folder, which need not exist yet; collective."""
+    """Raises ValueError on all ranks if a rank does not share a folder. Folders need not exist yet. Collective."""
     for folder in folders:
         if missing := ranks_without(nearest_folder(folder), ranks):
             names = ", ".join(f"rank {rank} on {host}" for rank, host in missing)

@@ -1,11 +1,11 @@
 """RankWatch: ends all ranks within seconds if one fails, and names a rank that hangs, is stopped or dies.
 
-A collective waits for every rank. Without a watch, the others would wait half an hour for a failed rank, and the error
-would name a collective instead of the rank. On each rank a thread publishes the rank's state (phase, number of phases
-so far, time without a step) in a store on rank 0, and checks the store for failures of the others. Rank 0 watches all
-ranks, and all watch rank 0.
+A collective waits for every rank. Without a watch, the other ranks would wait half an hour for a failed rank, and the
+error would name a collective instead of the rank. On each rank a thread publishes the rank's state (phase, number of
+phases so far, time without a step) in a store on rank 0, and checks the store for failures of other ranks. Rank 0
+watches all ranks, and all ranks watch rank 0.
 
-    rank 1 raises ──► its traceback into the store ──► the others print it ──► they exit, or are killed after a while
+    rank 1 raises ──► puts its traceback into the store ──► the others print it ──► they exit, or are killed later
     rank 1 is killed ──► connections break ──► which rank publishes no state? ──► as above, naming rank 1
     a rank waits for longer than the deadline ──► which rank is behind? ──► as above, with every rank's stack
     rank 1 publishes nothing for that long (SIGSTOP) ──► as above, even in a phase with its own deadline
@@ -31,14 +31,14 @@ from torch.distributed import DistError
 
 from lightrl.concurrency.owner import kill_owner, own_mark
 
-POLL_S = 0.5  # between two checks of the store
-GRACE_S = 10.0  # time for a main thread to exit after another rank failed
-START_S = 1500.0  # limit without a step while models are read or downloaded; collectives there time out after 1800 s
+POLL_S = 0.5  # seconds between checks of the store
+GRACE_S = 10.0  # time for the main thread to exit after a different rank failed
+START_S = 1500.0  # limit without a step while models are loaded or downloaded; collectives time out after 1800 s then
 ROLL_CALL_POLLS = 10  # after a connection breaks, a rank that publishes nothing for this many polls counts as dead
 
 START = "start"  # the phase before training
 _FAILURE = "failure"
-# The rank that failed, or -1 if none raised an error and all report it; the text; its last line; the dead ranks.
+# The rank that failed (-1 if none raised an error, so all report it), the text, its last line, and the dead ranks.
 Failure = tuple[int, str, str, list[int]]
 _TIMED_OUT = re.compile(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)")  # NCCL's watchdog
 _STORE_ERRORS = (RuntimeError, OSError)  # what the store's methods raise if rank 0 has died
@@ -46,7 +46,7 @@ _DIED = "was killed, or its machine or network failed; its output may say more"
 
 
 class Store(Protocol):
-    """The methods of torch.distributed's stores that are used here."""
+    """Those methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -64,14 +64,14 @@ class RankState:
     """
 
     phase: str
-    num_phases: int  # entered so far; a rank with fewer phases is behind
-    num_steps: int  # within the phase
-    idle_s: float  # since the last step
+    num_phases: int  # number of phases entered so far; a rank with fewer phases is behind
+    num_steps: int  # number of steps in the phase so far
+    idle_s: float  # time since the last step
     has_own_deadline: bool = False  # the phase has its own timeout
-    has_ended: bool = False  # has finished as planned, and publishes nothing more
+    has_ended: bool = False  # the rank has finished as planned, and publishes nothing more
     host: str = ""
-    process: str = ""  # see owner.py
-    num_published: int = 0  # number of states so far, so that no two states are equal
+    process: str = ""  # the process's mark, see owner.py
+    num_published: int = 0  # number of states published so far; makes all states different
 
     def is_late(self, timeout_s: float) -> bool:
         limit_s = max(timeout_s, START_S) if self.phase == START else timeout_s
@@ -83,13 +83,13 @@ class RankState:
 
 
 def find_behind(states: Mapping[int, RankState]) -> list[int]:
-    """Returns the ranks that the others wait for: those with the fewest phases, then the fewest steps."""
+    """Returns the ranks that other ranks wait for: those with the fewest phases and, among these, the fewest steps."""
     least = min((state.num_phases, state.num_steps) for state in states.values())
     return [rank for rank, state in sorted(states.items()) if (state.num_phases, state.num_steps) == least]
 
 
 def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float) -> str:
-    """Builds the error of rank `waiting`, which waited too long: the ranks that are behind, and all states."""
+    """Builds the error for rank `waiting`, which waited too long; names the ranks that are behind, and all states."""
     behind = find_behind(states)
     listed = "; ".join(f"rank {rank} {state.place} for {state.idle_s:.0f} s" for rank, state in sorted(states.items()))
     limit = f"hang_timeout_s={timeout_s:g}"
@@ -103,16 +103,16 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
 
 
 class RankWatch:
-    """Publishes this rank's state and watches the others, in separate threads, until `close`.
+    """Publishes this rank's state and watches the other ranks, in two threads that run until `close`.
 
-    Its clock stops while this process is stopped, so a process that resumes does not blame the others.
+    Its clock stops while this process is stopped, so a process that resumes does not blame the other ranks.
 
     Args:
         store: shared by all ranks; used by one thread only.
         rank, size: this process's rank, and the world size.
-        hang_timeout_s: how long a phase may go without a step (at the start at least START_S), and a rank without
-            publishing its state.
-        end_process: ends this process immediately; for tests.
+        hang_timeout_s: how long a phase may last without a step (at startup at least START_S), and how long a rank may
+            be silent.
+        end_process: ends this process immediately; tests replace it.
     """
 
     def __init__(
@@ -134,21 +134,21 @@ class RankWatch:
         self._phases: list[tuple[str, bool]] = [(START, False)]
         self._num_phases = 0
         self._num_steps = 0
-        self._stepped_s = 0.0
+        self._stepped_s = 0.0  # when this rank last made a step, by this clock
         self._answered_s = 0.0  # when the store last answered
         self._num_published = 0
         self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when it changed
         self._error: BaseException | None = None  # this rank's error
-        self._is_reported = threading.Event()  # an error is in the store, or the store is gone
-        self._is_known = threading.Event()  # all ranks have read this rank's error, or another rank's is printed
+        self._is_stored = threading.Event()  # an error is in the store, or the store is gone
+        self._is_known = threading.Event()  # all ranks have read this rank's error, or this rank printed another's
         self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state when the error occurred
         self._roll_call_s: float | None = None  # when the roll call started
-        self._changed = threading.Event()
+        self._changed = threading.Event()  # wakes the publishing thread
         self._is_published = threading.Event()  # the current phase is published
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
-        self._has_reported = False
-        self.failed_before: str | None = None  # the other rank that failed or stopped first, and how
+        self._has_printed = False  # the failure that ends this process
+        self.failed_before: str | None = None  # which other rank failed or stopped first, and how
         self._threads = [
             threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
             for target in (self._run, self._tick)
@@ -166,7 +166,7 @@ class RankWatch:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool) -> Iterator[None]:
-        """Inside, the current phase has its own timeout if `is_on`; this is neither a step nor a new phase."""
+        """Inside the context, the phase has its own timeout if `is_on`. This is neither a step nor a new phase."""
         phase, had_own_deadline = self._phases[-1]
         self._phases[-1] = (phase, is_on)
         self._stepped_s = self._now_s
@@ -181,21 +181,21 @@ class RankWatch:
         self._stepped_s = self._now_s
 
     def begin(self) -> None:
-        """Marks the end of startup: from now on time outside phases has a deadline too."""
+        """Marks the end of startup. From now on, time outside phases has the normal deadline."""
         self._phases[0] = ("between two phases", False)
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Reports that this rank failed, and waits briefly until the others know: its exit may close the store.
+        """Reports that this rank failed, and waits briefly until the others know, because its exit may close the store.
 
-        If another rank failed first, it caused this error, so this only waits until that rank's error is printed.
+        If another rank failed first, that rank caused this error, so this only waits until that failure is printed.
         """
         if self._closed.is_set():
             return
         if self.failed_before is None:
             self._error = error
             self._changed.set()
-            self._is_reported.wait((ROLL_CALL_POLLS + 2) * POLL_S)
+            self._is_stored.wait((ROLL_CALL_POLLS + 2) * POLL_S)
         self._is_known.wait(timeout_s)
 
     def close(self) -> None:
@@ -227,7 +227,7 @@ class RankWatch:
         self._is_published.clear()
         self._changed.set()
         if self._threads[0].is_alive():
-            self._is_published.wait(POLL_S)  # if the rank stops now, the others see this phase
+            self._is_published.wait(POLL_S)  # if this rank is stopped now, the others see this phase
 
     def _tick(self) -> None:
         """Advances the clock, and ends this process if the store has not answered for too long."""
@@ -258,13 +258,13 @@ class RankWatch:
                 self._changed.wait(POLL_S)
             self._publish()
         except _STORE_ERRORS:
-            if self._is_reported.is_set():  # this rank failed first, and rank 0 exited because of it
+            if self._is_stored.is_set():  # this rank failed first, and rank 0 exited because of it
                 self._is_known.set()
                 self._end_after_grace()
             elif not self._closed.is_set():
                 self._end(f"Rank 0 {_DIED}.", [])
         finally:
-            self._is_reported.set()
+            self._is_stored.set()
             self._is_known.set()
 
     def _publish(self) -> None:
@@ -275,8 +275,8 @@ class RankWatch:
             self._is_published.set()
 
     def _check(self) -> tuple[str, list[int]] | None:
-        """Returns the failure that ends this rank, with the ranks that died or stopped; None if there is none."""
-        error = None if self._is_reported.is_set() else self._error
+        """Returns the failure that ends this rank, and the ranks that died or were stopped; None without a failure."""
+        error = None if self._is_stored.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):
             stored = self._store.get(_FAILURE)
@@ -284,21 +284,21 @@ class RankWatch:
             failure = self._find_hang() if error is None else self._report(error)
             if failure is None:
                 return None
-            stored = self._store.compare_set(_FAILURE, "", json.dumps(failure))  # another rank may be faster
+            stored = self._store.compare_set(_FAILURE, "", json.dumps(failure))  # keeps the failure of a faster rank
         rank, text, last_line, dead_ranks = json.loads(stored)
         if rank != self._rank:
             self.failed_before = last_line or None
-        self._is_reported.set()
-        with contextlib.suppress(*_STORE_ERRORS):  # rank 0 has read it and exited
+        self._is_stored.set()
+        with contextlib.suppress(*_STORE_ERRORS):  # rank 0 may have read it and exited
             self._store.set(f"knows/{self._rank}", "yes")
             if rank == self._rank and self._store.check([f"knows/{other}" for other in range(self._size)]):
                 self._is_known.set()
         return None if rank == self._rank else (text, dead_ranks)
 
     def _read_states(self, *, all_ranks: bool) -> None:
-        """Reads the states of rank 0, or of every rank, and records when each last changed.
+        """Reads the state of rank 0, or of every rank, and records when each state last changed.
 
-        A rank whose state has changed since the roll call began is alive.
+        A rank whose state has changed since the roll call began is alive, and leaves the roll call.
         """
         ranks = range(self._size if all_ranks else 1)
         published = self._store.multi_get([f"state/{rank}" for rank in ranks])
@@ -310,7 +310,7 @@ class RankWatch:
                 self._roll_call.pop(rank, None)
 
     def _find_hang(self) -> Failure | None:
-        """Finds a stopped rank or, on rank 0, a rank that others wait for; the other ranks only watch rank 0."""
+        """Finds a stopped rank or, on rank 0, a rank that others wait for. Other ranks only watch rank 0."""
         for rank in self._running():
             if self._now_s - self._states[rank][1] > self._hang_timeout_s:
                 return -1, self._silence_message(rank), "", [rank]
@@ -330,7 +330,7 @@ class RankWatch:
         return {rank: state for rank, state in states.items() if state is None or not state.has_ended}
 
     def _silence_message(self, rank: int) -> str:
-        """Builds the error about a rank whose process publishes nothing."""
+        """Builds the error for a rank whose process publishes nothing."""
         state, _ = self._states.get(rank, (None, 0.0))
         place = "since the start" if state is None else f"since it was {state.place} on {state.host}"
         return (
@@ -339,7 +339,7 @@ class RankWatch:
         )
 
     def _report(self, error: BaseException) -> Failure | None:
-        """Builds this rank's report; None while it is unknown which other rank broke a connection."""
+        """Builds this rank's report; None while it is still unknown which other rank broke a connection."""
         failed = f"Rank {self._rank} failed in {self._phases[-1][0]!r}"
         problem = "".join(traceback.format_exception_only(error)).strip()
         if match := _TIMED_OUT.search(problem):
@@ -347,11 +347,11 @@ class RankWatch:
             states = {rank: state for rank, (state, _) in self._states.items() if state is not None}
             behind = ", ".join(map(str, find_behind({**states, self._rank: self.state()})))
             problem += f" It waited {int(limit) / 1000:g} s in collective {number}, {name} of {size} numbers, which"
-            problem += f" another rank did not enter. The furthest behind: rank {behind}."
+            problem += f" another rank did not enter. Furthest behind: rank {behind}."
         if _may_be_a_broken_connection(error):
             if self._roll_call_s is None:
                 self._roll_call_s = self._now_s
-                self._roll_call = self._running()  # those that stay silent from now on have died
+                self._roll_call = self._running()  # ranks that stay silent from now on have died
                 self._roll_call.pop(self._rank, None)
             if self._roll_call and self._now_s - self._roll_call_s < ROLL_CALL_POLLS * POLL_S:
                 return None
@@ -363,13 +363,13 @@ class RankWatch:
         return self._rank, f"{failed}:\n{lines}", f"{failed}: {problem}", []
 
     def _end(self, failure: str, dead_ranks: list[int]) -> None:
-        """Prints the stack, then the failure; kills the process if the main thread does not exit in time."""
+        """Prints the main thread's stack and the failure; kills the process if that thread does not exit in time."""
         with self._end_lock:
-            if self._has_reported:
+            if self._has_printed:
                 return
-            self._has_reported = True
+            self._has_printed = True
         self.failed_before = self.failed_before or failure  # a stopped rank raised no error
-        self._is_reported.set()
+        self._is_stored.set()
         frame = sys._current_frames().get(self._main_thread)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         phase = self._phases[-1][0]
@@ -388,7 +388,7 @@ class RankWatch:
             self._end_process()
 
     def _wait_until_known(self, dead_ranks: list[int], timeout_s: float = 3.0) -> None:
-        """Waits until the others have read the failure, because the store disappears with rank 0."""
+        """Waits until the other ranks have read the failure, because the store disappears when rank 0 exits."""
         keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
         deadline = time.monotonic() + timeout_s
         while keys and not self._store.check(keys) and time.monotonic() < deadline:

@@ -4,12 +4,12 @@
     rewards, lengths, group_ids … [B]       all rows
     token_ids, behavior_logprobs … [B, T]   the rows that this rank works on, without padding
 
-A row belongs to one minibatch, and for each role to one data-parallel rank, for the whole iteration. So rows are sent
+For a whole iteration, each row belongs to one minibatch and, for each role, to one data-parallel rank. So rows are sent
 only once, and if a row is dropped, the others stay where they are.
 
 Reading order:
-    experience.py  ShardedExperience, which behaves like an Experience; TokenRows, one of its fields per token
-    placement.py   assigns rows to minibatches and ranks, and to a rank's microbatches, and copies these to the device
+    experience.py  ShardedExperience, which behaves like an Experience; TokenRows, a field with values per token
+    placement.py   assigns rows to minibatches, ranks and microbatches; copies microbatches to the device
     exchange.py    sends rows and outputs to the ranks that work on them
 """
 

@@ -1,11 +1,11 @@
-"""Exchange of rows: from the rank that ran the rollout, and between the ranks that work on the same rows.
+"""Sends rows from the rank that ran the rollout, and between ranks that work on the same rows.
 
     row          0  1  2  3      rank 0 rolled out and has all rows; ranks 1 to 3 need two each
     needed by    1  1  2  2      round 1    rank 0 sends rows 0, 1 to rank 1 and rows 2, 3 to rank 2
                        3  3      round 2    rank 2 sends rows 2, 3 to rank 3: rank 0 sends no row twice
 
-Every rank computes the same plan, so no requests are needed. No rank receives a row twice or a row that it has, so
-every plan sends the minimum number of bytes. Shapes: W ranks of the run, B rows.
+Every rank computes the same plan, so no requests are needed. No rank receives a row twice, or a row that it already
+has, so every plan sends the minimum number of bytes. Shapes: W ranks of the run, B rows.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from lightrl.trace import span
 def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
     """Plans the sends of consecutive rounds, after which every rank has the rows that it needs.
 
-    A row that is on only one rank is sent from there once; its receiver sends it on. If several ranks have a row, the
-    one that has sent the fewest bytes sends it. Needs no process group.
+    If only one rank has a row, it sends the row once, and the receiver helps to send it on. If several ranks have a
+    row, the rank that has sent the fewest bytes so far sends it. Needs no process group.
 
     Args:
         has: bool [W, B], the rows that each rank has.
         needs: bool [W, B], the rows that each rank needs.
-        sizes: bytes of each row, [B].
+        sizes: number of bytes of each row, [B].
     """
     absent = (needs.any(0) & ~has.any(0)).nonzero()[:, 0].tolist()
     if absent:
         raise ValueError(
-            f"Row {absent[0]} is needed, but no rank has it. Pass `has` and `needs` of the same rows on every rank."
+            f"Row {absent[0]} is needed, but no rank has it. Pass `has` and `needs` for the same rows on every rank."
         )
     has = has.clone()
     sent: Counter[int] = Counter()
     rounds: list[list[Send]] = []
     while True:
         missing = needs & ~has
-        rows: dict[tuple[int, int], list[int]] = {}
+        rows: dict[tuple[int, int], list[int]] = {}  # (source, target) → rows to send in this round
         for row in missing.any(0).nonzero()[:, 0].tolist():
             sources = has[:, row].nonzero()[:, 0].tolist()
             targets = missing[:, row].nonzero()[:, 0].tolist()
@@ -62,12 +62,12 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
 def exchange(
     experience: ShardedExperience, tokens: Mapping[str, TokenRows], has: Tensor, needs: Tensor
 ) -> dict[str, TokenRows]:
-    """Returns these fields for exactly the rows that this rank needs. Collective over the run.
+    """Returns these fields for exactly the rows that this rank needs. Collective over all ranks of the run.
 
     Args:
-        experience: the experience of these rows; only their lengths are read.
-        tokens: the fields, the same ones on every rank, possibly without rows.
-        has: bool [W, B], the rows of these fields on each rank.
+        experience: the experience that contains the rows; only their lengths are read.
+        tokens: the fields to exchange. Every rank passes the same fields, even if it has none of their rows.
+        has: bool [W, B], the rows that each rank has.
         needs: bool [W, B], the rows that each rank needs.
     """
     ranks, lengths = experience.ranks, experience.lengths

@@ -1,8 +1,8 @@
-"""ShardedExperience: an iteration's trajectories on the host, with tokens only on the ranks that work on them.
+"""ShardedExperience: an iteration's trajectories on the host; each rank has only the tokens that it works on.
 
-TokenRows is one field per token, without padding, for the rows that are on this rank.
+TokenRows holds one per-token field, without padding, for the rows that are on this rank.
 
-Shapes: B trajectories, T tokens of the longest, N tokens of the rows on this rank, W ranks of the run.
+Shapes: B trajectories, T tokens of the longest trajectory, N tokens of the rows on this rank, W ranks of the run.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from lightrl.trajectory import Trajectory
 
 _CPU = torch.device("cpu")
 
-_OF_IMAGES = ImageTable._fields
+_IMAGE_FIELDS = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # per token
-# Numbers per row that are computed from its tokens; all ranks have them.
+# Values computed from each row's tokens; all ranks have them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
-_REPEATED = "_repeated_tokens"  # another such number, if there are gaps
+_REPEATED = "_repeated_tokens"  # also such a value, but present only if rows have gaps
 
 
 Values = np.ndarray[Any, np.dtype[Any]]
 
 
 class TokenRows:
-    """Values per token on the host: for each row an array [tokens of the row, ...], or None if it is on another rank.
+    """A per-token field on the host: for each row, an array [tokens of the row, ...], or None if the row is elsewhere.
 
     Args:
-        rows: the arrays, B of them.
-        empty: an array [0, ...] with their dtype and shape.
+        rows: B arrays, or None for rows on other ranks.
+        empty: an array [0, ...], which gives the dtype and shape of one token's value.
     """
 
     def __init__(self, rows: Sequence[Any], empty: Values) -> None:
@@ -61,12 +61,12 @@ class TokenRows:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
-        """Makes it from the values of all rows, at least one."""
+        """Makes a field from the values of all rows; there must be at least one row."""
         return cls(rows, rows[0][:0])
 
     @classmethod
     def of_flat(cls, values: Values, lengths: Tensor, rows: Sequence[int] | None = None) -> TokenRows:
-        """Splits an array [N, ...] of the concatenated values of `rows`, or of all rows."""
+        """Splits an array [N, ...], the concatenated values of `rows` (None for all); `lengths` [B] covers all rows."""
         rows = range(len(lengths)) if rows is None else rows
         split: list[Values | None] = [None] * len(lengths)
         start = 0
@@ -79,7 +79,7 @@ class TokenRows:
     def of_padded(
         cls, values: Tensor, lengths: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> TokenRows:
-        """Takes the values of `rows`, or of all rows, from a tensor [b, T, ...]."""
+        """Removes the padding of a tensor [b, T, ...] of only `rows` (None for all); `lengths` covers all rows."""
         sizes = lengths if rows is None else lengths[list(rows)]
         flat = values.detach().cpu()[torch.arange(values.shape[1]) < sizes[:, None]]
         return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
@@ -98,7 +98,7 @@ class TokenRows:
         return int(self.empty.itemsize * np.prod(self.empty.shape[1:]))
 
     def flat(self, rows: Iterable[int] | None = None) -> Values:
-        """Concatenates the values of these rows, or of all, in their order: an array [N, ...]."""
+        """Returns the concatenated values of these rows, in this order, or of all rows: an array [N, ...]."""
         picked = self.rows if rows is None else [self.rows[row] for row in rows]
         return np.concatenate([self.empty, *picked])
 
@@ -106,23 +106,23 @@ class TokenRows:
         return TokenRows([self.rows[row] for row in rows], self.empty)
 
     def only(self, rows: Collection[int]) -> TokenRows:
-        """Returns a copy without the values of other rows."""
+        """Returns a copy that keeps the values of only these rows."""
         return TokenRows([values if row in rows else None for row, values in enumerate(self.rows)], self.empty)
 
     def with_flat(self, values: Values, lengths: Tensor, rows: Sequence[int]) -> TokenRows:
-        """Returns a copy with the concatenated values of further rows."""
+        """Returns a copy that also has the values of these rows, which are passed concatenated."""
         added = TokenRows.of_flat(values, lengths, rows).rows
         return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
-        """Returns each row's number in `values` [B] where this mask is True, and 0 elsewhere."""
+        """Uses this field as a mask: returns each row's number in `values` [B] where it is True, and 0 elsewhere."""
         numbers = values.numpy()
         zero = numbers.dtype.type(0)
         pairs = zip(self.rows, numbers, strict=True)
         return TokenRows([None if mask is None else np.where(mask, value, zero) for mask, value in pairs], numbers[:0])
 
     def with_end(self, rows: Collection[int], value: float) -> TokenRows:
-        """Returns a copy with one more token in these rows, if they are here."""
+        """Returns a copy in which each of these rows that is here ends with one more `value`."""
         end = np.full((1, *self.empty.shape[1:]), value, self.empty.dtype)
         longer = [
             np.concatenate([values, end]) if row in rows and values is not None else values
@@ -133,7 +133,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class OnLossTokens:
-    """A field per token with one value per trajectory, [B], on all of its loss tokens, and 0 elsewhere."""
+    """A per-token field that has one value per trajectory, [B], on all its loss tokens, and 0 elsewhere."""
 
     values: Tensor
 
@@ -142,13 +142,13 @@ class OnLossTokens:
 class ShardedExperience:
     """All trajectories of an iteration; this rank has the tokens of only some of them.
 
-    It can be read like an Experience: `sharded.rewards` is [B] for all rows. A field per token can be read if all its
+    It can be read like an Experience: `sharded.rewards` is [B] for all rows. A per-token field can be read if all its
     tokens are here, as with one rank; `local` contains the rows that are assigned to this rank.
 
     Args:
-        rows: values of all rows, [B, ...], by name. A name with a leading _ is not a field: the counts of tokens, the
-            minibatch and the rank of each row (placement.py).
-        tokens: fields per token.
+        rows: values of all rows, [B, ...], by name. Names with a leading _ are not fields; they hold each row's token
+            counts, minibatch and ranks (placement.py).
+        tokens: per-token fields, by name.
         ranks: all ranks of the run.
     """
 
@@ -158,14 +158,14 @@ class ShardedExperience:
 
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
-        """Converts an Experience, with all rows on this rank, on the host."""
+        """Converts an Experience. All its rows are then on this rank, on the host."""
         rows: dict[str, Tensor] = {}
         tokens: dict[str, TokenRows] = {}
         for name, value in experience.tensors().items():
             if is_on_host(name):
                 if is_table(name):
                     tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
-            elif value.dim() >= 2 and name not in _OF_IMAGES:
+            elif value.dim() >= 2 and name not in _IMAGE_FIELDS:
                 tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
             else:
                 rows[name] = value
@@ -177,7 +177,7 @@ class ShardedExperience:
 
         Args:
             trajectories: the rows, in order.
-            has_rewards: False if rewards may still be pending; all are NaN until `with_rewards` sets them.
+            has_rewards: False if rewards may still be pending; all rewards are NaN until `with_rewards` sets them.
         """
         fields, rows = fields_of(trajectories, has_rewards=has_rewards)
         tokens = {name: TokenRows.of_rows(values) for name, values in rows.items()}
@@ -185,12 +185,12 @@ class ShardedExperience:
 
     @classmethod
     def elsewhere(cls, table: Mapping[str, Tensor], dtypes: Mapping[str, str]) -> ShardedExperience:
-        """Builds one whose tokens are all on other ranks, from their `table` and `token_dtypes`."""
+        """Builds a ShardedExperience whose tokens are all on other ranks, from their `table` and `token_dtypes`."""
         num = len(table["lengths"])
         return cls(dict(table), {name: TokenRows([None] * num, np.empty(0, dtype)) for name, dtype in dtypes.items()})
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
-        """Returns a copy with the rewards of these trajectories, which must be its rows."""
+        """Returns a copy with the rewards of these trajectories, one for each row, in order."""
         rewards, rows = reward_fields(trajectories)
         return self.with_tensors({"rewards": rewards, **{name: TokenRows.of_rows(rows[name]) for name in rows}})
 
@@ -222,7 +222,7 @@ class ShardedExperience:
 
     @property
     def extras(self) -> dict[str, Tensor]:
-        """The extras of all rows, except extras per token if some rows are on other ranks."""
+        """The extras of all rows, without per-token extras that have rows on other ranks."""
         names = (name for name in self.names() if name not in FIELDS and column_of(name) is None)
         return {name: self[name] for name in names if name not in self.tokens or self.tokens[name].is_whole}
 
@@ -253,7 +253,7 @@ class ShardedExperience:
 
     @property
     def shown(self) -> Any:
-        """The object that hooks get: `local` with one rank; with several `self`, which reads like an Experience."""
+        """The object that hooks get: `local` with one rank, otherwise `self`, which can be read like an Experience."""
         return self.local if self.ranks.size == 1 else self
 
     @property
@@ -300,24 +300,24 @@ class ShardedExperience:
         rows = {name: value if is_table(name) else value[index] for name, value in self.rows.items()}
         return replace(self, rows=rows, tokens=tokens)
 
-    def rollout_part(self, has_end: Tensor | None = None, *, is_sampler: bool = True) -> ShardedExperience:
-        """Returns only the rollout's fields that models read.
+    def rollout_part(self, needs_end: Tensor | None = None, *, is_sampler: bool = True) -> ShardedExperience:
+        """Returns a copy with only the rollout's fields that models read.
 
         Args:
-            has_end: bool [B], rows that get one more loss token at the end; the state that predicts it is the one after
-                the trajectory.
+            needs_end: bool [B], rows to extend by one loss token. A model's output for that token describes the state
+                after the trajectory.
             is_sampler: whether the model sampled the tokens; False omits columns that only the sampler reads.
         """
-        names = (*ROW_FIELDS, *_OF_IMAGES)
+        names = (*ROW_FIELDS, *_IMAGE_FIELDS)  # and token counts and placement, whose names start with _
         rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
         inputs = [
             column for column in registered() if column.is_model_input and (is_sampler or not column.is_of_sampler)
         ]
         token_names = (*TOKENS, *(column.fields[0] for column in inputs))
         tokens = {name: self.tokens[name] for name in token_names if name in self.tokens}
-        if has_end is not None:
-            rows["lengths"] = self.lengths + has_end
-            longer = set(has_end.nonzero()[:, 0].tolist())
+        if needs_end is not None:
+            rows["lengths"] = self.lengths + needs_end
+            longer = set(needs_end.nonzero()[:, 0].tolist())
             ends = {name: True if name == "loss_mask" else _fill(name) for name in tokens}
             tokens = {name: values.with_end(longer, ends[name]) for name, values in tokens.items()}
         return replace(self, rows=rows, tokens=tokens)
@@ -325,8 +325,8 @@ class ShardedExperience:
     def dense(self, rows: Tensor | Sequence[int] | None = None, device: torch.device = _CPU) -> Experience:
         """Returns these rows, whose tokens must be here, as an Experience of tensors on the device.
 
-        Tokens are copied without padding, from pinned memory, while the device computes; `on_host` returns the values
-        that the host needs without another copy.
+        Tokens are copied from pinned memory, without padding, while the device computes. `on_host` later returns values
+        that the host needs without copying them back.
         """
         part = self if rows is None else self.select(rows)
         tensors = part._padded(part.tokens, device)
@@ -336,14 +336,14 @@ class ShardedExperience:
                 remember(tensors[name], value)
         of_rows = dict(part.rows)
         if "pixel_values" in of_rows:
-            of_rows |= ImageTable(*(of_rows[name] for name in _OF_IMAGES)).shown()._asdict()
+            of_rows |= ImageTable(*(of_rows[name] for name in _IMAGE_FIELDS)).shown()._asdict()
         for name, value in of_rows.items():
             if not name.startswith("_"):
                 tensors[name] = to_device(value, device)
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
-        """Returns one row of two tokens without loss tokens, for a rank that must run a forward but has no row."""
+        """Returns one row of two tokens, none of them a loss token, for a rank that must run a forward without rows."""
         rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
         rows["lengths"] = torch.tensor([2])
         if "image_rows" in rows:
@@ -355,10 +355,10 @@ class ShardedExperience:
         return replace(self, rows=rows, tokens=tokens).dense(device=device)
 
     def _padded(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-        """Returns fields as tensors [B, T, ...] on the device, and those of coded columns on the host.
+        """Returns fields as tensors [B, T, ...] on the device; fields of coded columns stay on the host.
 
         Raises:
-            ValueError: if tokens of a row are on another rank.
+            ValueError: if the tokens of any row are on a different rank.
         """
         is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
@@ -367,9 +367,9 @@ class ShardedExperience:
             if not tokens.is_whole:
                 raise ValueError(
                     f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
-                    f"trajectories. Read experience.local[{name!r}], of the trajectories assigned to this rank, and "
-                    f"sum with experience.total. Or let it be gathered: for `advantages` add {name!r} to the module's "
-                    "advantage_inputs, for a model call to its inputs."
+                    f"trajectories. Read experience.local[{name!r}] for the trajectories assigned to this rank, and "
+                    f"sum with experience.total. Or have it gathered: add {name!r} to the module's advantage_inputs "
+                    "(for `advantages`) or to the inputs of the model call."
                 )
             if is_on_host(name):
                 padded |= row_tensors(name, tokens.rows)
@@ -382,36 +382,36 @@ class ShardedExperience:
 
     @property
     def table(self) -> dict[str, Tensor]:
-        """Values per row that all ranks need, [B]: the fields that are not per token, and token counts."""
+        """Values per row that all ranks need, [B]: fields that are not per token, and token counts."""
         sizes = [sizes_name(name) for name in filter(is_on_host, self.tokens)]
         return {name: self.rows[name] for name in (*ROW_FIELDS, *COUNTS, *sizes, _REPEATED) if name in self.rows}
 
     @property
     def token_dtypes(self) -> dict[str, str]:
-        """The dtype of each field per token, like `<f4`, or `(16,)|u1` for 16 numbers per token."""
+        """The dtype of each per-token field, like `<f4`, or `(16,)|u1` for 16 numbers per token."""
         kinds = {name: (values.empty.shape[1:], values.empty.dtype.str) for name, values in self.tokens.items()}
         return {name: f"{shape}{dtype}" if shape else dtype for name, (shape, dtype) in kinds.items()}
 
 
 def sizes_name(field: str) -> str:
-    """Returns the name of the row value that holds the number of bytes of a coded field."""
+    """Returns the name of the row value that holds a coded field's number of bytes."""
     return f"_{field}_bytes"
 
 
 def _fill(field: str) -> float:
-    """Returns the fill value of a token without a value, for example padding."""
+    """Returns the value that the field has on tokens without a value, for example on padding."""
     column = column_of(field)
     return 0 if column is None else column.fill
 
 
 def _kept_dtype(field: str) -> torch.dtype | None:
-    """Returns the dtype in which a column is kept and sent; None keeps that of its values."""
+    """Returns the dtype in which a column's values are kept and sent; None means their current dtype."""
     column = column_of(field)
     return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
-    """Computes COUNTS; all rows must be here."""
+    """Computes the row values named in COUNTS; all rows must be here."""
     mask, versions = tokens["loss_mask"], tokens["weight_versions"]
     filled = [row for row, values in enumerate(mask.rows) if len(values)]
     ends = np.cumsum([len(mask.rows[row]) for row in filled])
@@ -420,7 +420,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     highest = np.iinfo(version.dtype).max
 
     def of_rows(reduce: np.ufunc, values: Values, default: int) -> Tensor:
-        result = torch.full((len(mask.rows),), default)
+        result = torch.full((len(mask.rows),), default)  # kept by rows without tokens
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
         return result

@@ -1,7 +1,7 @@
-"""Placement of rows: each belongs to one minibatch, and for each role to one data-parallel rank, for the iteration.
+"""Placement of rows: assigns each row to one minibatch and, for each role, to one data-parallel (dp) rank.
 
 Every rank computes the same placement from the lengths and groups of all rows. If rows are dropped later, the others
-stay where they are. Microbatches copies a rank's part to its device. Shapes: B trajectories, W ranks of the run.
+stay where they are. Microbatches copies a rank's rows to its device. Shapes: B trajectories, W ranks of the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lightrl.strategies.sharded_experience.experience import ShardedExperience
 def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """Divides rows among `num` ranks so that the largest sum of lengths is small; every row is in exactly one share.
 
-    Uses largest differencing: while there are several partial partitions, combines the two with the most unequal parts,
-    the largest parts of one with the smallest of the other. Equal lengths give the same result in every process.
+    Uses largest differencing: repeatedly combines the two partial partitions whose parts are most unequal, the largest
+    parts of one with the smallest parts of the other. The result depends only on the lengths, not on the process.
 
     Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
     Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
@@ -41,8 +41,8 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
-    # Partial partitions: minus the difference of the parts, a tie-breaker, and the parts as (tokens, rows), largest
-    # first.
+    # Partial partitions: (minus the difference between the largest and the smallest part, a tie-breaker, the parts).
+    # The parts are (tokens, rows), largest first.
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
     for row, length in enumerate(lengths):
         parts: list[tuple[int, list[int]]] = [(length, [row])]
@@ -61,7 +61,7 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
 
 
 def token_imbalance(lengths: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    """Returns the tokens of the largest share divided by the mean: 1 is perfect balance, 2 takes twice as long."""
+    """Returns the largest share's tokens divided by the mean share's: 1 is perfect balance, 2 takes twice as long."""
     tokens = [sum(lengths[row] for row in share) for share in shares]
     return max(tokens) * len(tokens) / max(1, sum(tokens))
 
@@ -80,9 +80,9 @@ def place_rows(
     Args:
         experience: all rows, on each rank; only lengths and groups are read.
         num_minibatches: maximum number of minibatches; each is balanced over the dp ranks of each role.
-        seed: seed of the cut into minibatches.
-        unit: rows that stay together.
-        roles: the ranks of each role; rows are assigned to the first role's dp ranks.
+        seed: seed for the random order in which minibatches are cut.
+        unit: the loss unit, whose rows stay together.
+        roles: the ranks of each role; the first role's ranks own the rows.
         ranks: all ranks of the run.
     """
     num, num_tokens = len(experience), experience.forward_tokens.tolist()
@@ -119,9 +119,9 @@ def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
 
 
 def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
-    """Returns the rows of each minibatch in each epoch, without minibatches whose rows were all dropped.
+    """Returns the rows of each minibatch of each epoch, without minibatches whose rows were all dropped.
 
-    The minibatches train in ascending order in the first epoch, then permuted.
+    Minibatches are in ascending order in the first epoch, and in random order in later epochs.
     """
     rows: dict[int, list[int]] = {}
     for row, index in enumerate(experience.rows["_minibatch"].tolist()):
@@ -136,13 +136,13 @@ def microbatch_rows(
 ) -> list[list[int]]:
     """Returns the rows of each of this rank's microbatches.
 
-    Every rank gets the same number, since a sharded model runs on all ranks together; the last ones may have no rows.
+    Every rank gets the same number, because all ranks of a sharded model run together; a rank's last ones may be empty.
 
     Args:
         experience: all rows, on each rank; only lengths, groups and placement are read.
         ranks: the ranks of the role.
-        max_tokens: token limit of a microbatch; a larger unit gets its own.
-        unit: rows that stay together.
+        max_tokens: token limit of a microbatch; a larger unit gets a separate microbatch.
+        unit: the loss unit, whose rows stay together.
     """
     num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)
     parts = []
@@ -168,7 +168,7 @@ class Microbatches(Sequence[Experience]):
 
     Args:
         experience: on the host; this rank must have the tokens of the rows.
-        rows: the rows of each microbatch; one without rows becomes a blank row.
+        rows: the rows of each microbatch; an empty microbatch becomes a blank row.
         device: device of the tensors.
     """
 
@@ -213,9 +213,9 @@ class Microbatches(Sequence[Experience]):
 
 
 def lengths_of(microbatches: Sequence[Experience]) -> list[list[int]]:
-    """Returns the length of each row that a model reads, by microbatch, without copying to the device."""
+    """Returns, for each microbatch, the lengths of the rows that a model reads, without copying to the device."""
     if not isinstance(microbatches, Microbatches):
         return [list(chain(*microbatch.row_lengths())) for microbatch in microbatches]
     lengths, gaps = microbatches.experience.lengths.tolist(), microbatches.experience.tokens.get("gaps")
     rows_of = {row: row_lengths(gaps.rows[row]) if gaps else [lengths[row]] for row in chain(*microbatches.rows)}
-    return [list(chain(*(rows_of[row] for row in rows))) or [2] for rows in microbatches.rows]  # a blank row has 2
+    return [list(chain(*(rows_of[row] for row in rows))) or [2] for rows in microbatches.rows]  # 2: a blank row
