@@ -179,7 +179,8 @@ def test_a_slow_reward_is_a_warning_and_a_slow_update_is_none():
 
 
 def test_completions_that_are_all_cut_are_the_first_cause(settings, config, capsys):
-    settings["model"]["init_args"] |= {"reward": "tiny_rewards.never", "sampling": {"max_new_tokens": 1, "min_new_tokens": 1}}
+    one_token = {"max_new_tokens": 1, "min_new_tokens": 1}
+    settings["model"]["init_args"] |= {"reward": "tiny_rewards.never", "sampling": one_token}
     main(["doctor", "run", "--config", config(settings)])
     text = " ".join(capsys.readouterr().out.split())
     assert "100% were cut at max_new_tokens=1" in text
