@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NUM_ITERATIONS = 4  # of which the first is a warm-up
+_NUM_ITERATIONS = 3  # of which the first is a warm-up
 _LEAST_FRACTION = 0.5
 _WHAT = {
     "rollout": "the wait for completions",

@@ -120,9 +120,7 @@ class PromptCurriculum(RLCallback):
 
     In each epoch, a prompt runs with the probability that the curriculum assigns it. Prompts keep the order of the
     stream, and an epoch lasts fewer iterations than the loader reports. The curriculum's state is part of the
-    checkpoint, so a resumed run chooses the same prompts.
-
-    The past success of prompts that ran again or were skipped is logged if the curriculum has a method `success_rate`.
+    checkpoint, so a resumed run chooses the same prompts. If it has a method `success_rate`, past success is logged.
 
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().

@@ -182,7 +182,6 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.val_progress_bar.close()
         self.reset_dataloader_idx_tracker()
-        done = _num_batches_done(trainer)
         if trainer.state.fn != "fit" or (trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")):
             return
         if self.has_bars and self._is_training:
@@ -193,7 +192,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             first = ("val/accuracy_fraction", "val/reward")
             names = sorted(values, key=lambda name: (name not in first, name))
             metrics = {name.removeprefix("val/"): values[name] for name in names}
-            when = f"after iteration {done}" if done else "before iteration 1"
+            when = f"after iteration {done}" if (done := _num_batches_done(trainer)) else "before iteration 1"
             self._print_line(f"validation {when}", _drop_redundant(metrics))
 
     def get_metrics(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_ALMOST_ALL = 0.9
 THROWN_AWAY = {
     "thrown_away_tokens": "rollout/dropped_length_tokens",
     "thrown_away_correct": "rollout/dropped_accuracy_fraction",
@@ -47,8 +46,7 @@ class RolloutMetrics(RLCallback):
     rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
     iterations in a row, a warning explains why, once until the share falls. Groups of one trajectory are not counted.
 
-    docs/reference/metrics.md says what each metric means, what is healthy, and what to do otherwise. A warning quotes
-    the last failure when the first trajectory fails, and each time the number of failures has doubled.
+    docs/reference/metrics.md explains each metric. A warning quotes the last failure, each time failures have doubled.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
@@ -266,7 +264,7 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
         "two or more): within a group every trajectory got the same reward"
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
-    if cut_fraction >= _ALMOST_ALL and correct_fraction < 0.5:
+    if cut_fraction >= 0.9 and correct_fraction < 0.5:
         problem += f"; {cut_fraction:.0%} were cut at the length limit, before a reward or environment saw their end"
         advice = "Increase model.sampling.max_new_tokens, or check the stop tokens that the run prints at its start."
     elif all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):

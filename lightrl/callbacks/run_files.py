@@ -194,9 +194,8 @@ class StatusFile(RLCallback):
         self._written_at = time.monotonic()
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         servers = [] if engine is None else engine.server_states()
-        now = {"at": time.time(), "iteration": cast("RLTrainer", trainer).iteration, "servers": servers}
-        now |= {"max_steps": trainer.max_steps}
-        now["weight_version"] = None if engine is None else engine.weight_version
+        now: dict[str, object] = {"at": time.time(), "max_steps": trainer.max_steps, "servers": servers}
+        now |= {"iteration": cast("RLTrainer", trainer).iteration, "weight_version": engine and engine.weight_version}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._content | now, indent=1))

@@ -123,11 +123,10 @@ class Trace(RLCallback):
             self._stop_writing(error)
         pl_module.print(text)  # above the progress bar
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keeps the events of the iteration that failed."""
         if self._tape is not None:
-            rl_trainer: Any = trainer
-            self._add(rl_trainer.iteration, self._tape.take(), time.perf_counter_ns(), is_whole=False)
+            self._add(trainer.iteration, self._tape.take(), time.perf_counter_ns(), is_whole=False)
         self.teardown()
 
     def teardown(self, *_: object, **__: object) -> None:

@@ -3,7 +3,6 @@
 For each value, Lightning's `log` makes metadata, compares it with the previous call's, and updates a torchmetrics
 Metric. That takes 0.3 ms for each of an iteration's 30 or so values. A plain number for one step needs none of it.
 Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
-
 Rows count iterations from 1; Lightning counts from 0. Row 0 is the validation before training.
 """
 

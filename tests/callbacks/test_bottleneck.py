@@ -50,10 +50,10 @@ def run(
 @pytest.mark.parametrize(
     ("seconds", "level", "text"),
     [
-        ({"reward_s": 18.0}, logging.WARNING, "90% of iterations 2 to 4 of this fit was the wait for rewards "
+        ({"reward_s": 18.0}, logging.WARNING, "90% of iterations 2 to 3 of this fit was the wait for rewards "
          "(model.reward_workers is 1). Increase model.reward_workers or make the reward faster"),
-        ({"update_s": 8.0}, logging.INFO, "80% of iterations 2 to 4 of this fit was the update. Increase model.microb"),
-        ({"generate_s": 3.0}, logging.INFO, "60% of iterations 2 to 4 of this fit was the wait for completions. "
+        ({"update_s": 8.0}, logging.INFO, "80% of iterations 2 to 3 of this fit was the update. Increase model.microb"),
+        ({"generate_s": 3.0}, logging.INFO, "60% of iterations 2 to 3 of this fit was the wait for completions. "
          "Rollouts during the update (StalenessControl(max_staleness=1)) give at most 1.67x."),
     ],
 )  # fmt: skip

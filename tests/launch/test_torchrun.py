@@ -65,7 +65,7 @@ def test_a_killed_torchrun_leaves_no_rank_and_the_run_continues_from_its_checkpo
     runs = scripts.parent
     start("servers", 3)
     first, second = start("trainer", 1), start("trainer", 2)
-    assert comes_true(lambda: iteration(runs) >= 3 or first.poll() is not None, LONGEST_S), log(scripts)
+    assert comes_true(lambda: iteration(runs) >= 4 or first.poll() is not None, LONGEST_S), log(scripts)
     assert first.poll() is None, log(scripts)
     assert "http://node3:" in status_text(runs)  # found by what it announced
     processes = [process for one in (first, second) for process in psutil.Process(one.pid).children(recursive=True)]
