@@ -63,7 +63,7 @@ class ConfigText(str):
     """The text of a config file, with its settings and their line numbers."""
 
     settings: JsonObject
-    origins: dict[str, str]  # path, e.g. `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
+    origins: dict[str, str]  # path, such as `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
 
 
 @dataclasses.dataclass
