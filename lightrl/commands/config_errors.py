@@ -106,8 +106,7 @@ class Keys:
             self.groups.setdefault(name, Keys({}, {}, []))._add(rest, action)
         elif name not in self.groups:
             self.types[name] = getattr(action, "_typehint", Any)
-            if action.required:
-                self.required.append(name)
+            self.required += [name] if action.required else []
 
     def __contains__(self, name: object) -> bool:
         return name in self.types or name in self.groups
@@ -179,6 +178,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return getattr(self._option_string_actions.get(f"--{name}"), "_typehint", None)
 
     def _word(self, word: str, earlier: Any) -> str:
+        """Returns a word for argparse: lists and mappings as YAML, and a SettingText in a _Word, which preserves it."""
         name, equals, typed = word.partition("=")
         value = self._value(name.removeprefix("--"), typed, earlier) if equals else typed
         if type(value) is str:

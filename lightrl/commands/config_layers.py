@@ -51,7 +51,7 @@ class SettingText(str):
 
 
 class _Unread(str):
-    """A stripped string that claims to equal `-` and not to equal `null`, so that jsonargparse reads it as neither."""
+    """A stripped string that equals `-` and never `null`, so that jsonargparse reads it neither as YAML nor as null."""
 
     __hash__ = str.__hash__
 

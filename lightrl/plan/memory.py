@@ -351,7 +351,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     def fits(changed: PlannedRun) -> bool:
         return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= usable
 
-    for settings, changed in _changes(run):
+    for settings, changed in _strategy_changes(run):
         if fits(changed):
             return f"set {settings}"
         for text, most, resized in _numeric_settings(changed):
@@ -367,7 +367,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
 
 
-def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+def _strategy_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     yield "", run
     checkpointed = replace(run, checkpoint_activations=True)
     if run.layout != "whole" and not run.checkpoint_activations:

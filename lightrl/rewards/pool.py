@@ -236,7 +236,7 @@ class WorkerProcess:
 
 
 def _reply(line: bytes, *schemas: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Decodes a reply; raises WorkerDied if it fits none of these schemas, since the worker did not write it then."""
+    """Decodes a reply; raises WorkerDied if it fits none of these schemas: the worker cannot have written it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         schema = next((one for one in schemas if isinstance(record, dict) and record.keys() == one.keys()), {})

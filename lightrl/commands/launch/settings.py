@@ -224,7 +224,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
         raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: use sizes")
-    groups = [_group(word, text) for word in _split(words, "+")]
+    groups = [_parse_group(word, text) for word in _split(words, "+")]
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
     if len(names) != len(set(names)):
@@ -234,9 +234,9 @@ def parse_allocation(text: str) -> list[list[Part]]:
     return groups
 
 
-def _group(word: str, text: str) -> list[Part]:
+def _parse_group(word: str, text: str) -> list[Part]:
     """Parses parts that share GPUs."""
-    parts = [_part(one, text) for one in _split(word, "|")]
+    parts = [_parse_part(one, text) for one in _split(word, "|")]
     sizes = {part.num_gpus for part in parts}
     if len(sizes) > 1:
         numbers = " and ".join(str(part.num_gpus) for part in parts)
@@ -244,7 +244,7 @@ def _group(word: str, text: str) -> list[Part]:
     return parts
 
 
-def _part(word: str, text: str) -> Part:
+def _parse_part(word: str, text: str) -> Part:
     if word in ("eval", "cpu"):
         return Part("eval")
     if experts := _EXPERTS.search(word):
@@ -253,7 +253,7 @@ def _part(word: str, text: str) -> Part:
     match = _PART.fullmatch(word)
     if match is None:
         raise _wrong(text, f"{word!r} must be sizes such as d4t2, after a backend and a colon")
-    sizes = _sizes(match["sizes"], "dtpce", text)
+    sizes = _parse_sizes(match["sizes"], "dtpce", text)
     is_plain = sizes.get("pp", 1) == sizes.get("ep", 1) == 1
     backend = match["backend"] or ("fsdp" if is_plain else "megatron")
     if backend not in (*_SERVERS, *_TRAINERS):
@@ -268,8 +268,8 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     """Applies `attn`, the sizes of the whole model, and `ffn`, the split of its experts over the same GPUs."""
     if part.backend not in _TRAINERS:
         raise _wrong(text, f"{part.backend!r} is not a training backend; choose from {', '.join(_TRAINERS)}")
-    model = replace(part, **_sizes(attn, "dtpc", text))
-    experts = _sizes(ffn, "dtpe", text)
+    model = replace(part, **_parse_sizes(attn, "dtpc", text))
+    experts = _parse_sizes(ffn, "dtpe", text)
     pp = experts.get("pp", model.pp)
     if pp != model.pp:
         raise _wrong(text, f"p must be the same for attn ({model.pp}) and ffn ({pp})")
@@ -279,7 +279,7 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     return replace(model, ep=experts.get("ep", 1), expert_tp=experts.get("tp", 1))
 
 
-def _sizes(word: str, allowed: str, text: str) -> JsonObject:
+def _parse_sizes(word: str, allowed: str, text: str) -> JsonObject:
     word = word if "t" in word else word.replace("m", "t")  # AReaL Core writes m for t
     pairs = re.findall(r"([a-z])([1-9]\d*)", word)
     if not pairs or "".join(letter + size for letter, size in pairs) != word:

@@ -142,8 +142,8 @@ class SlurmLauncher(Launcher):
             directives = f"{directives}\n#SBATCH hetjob\n{_directives(server_options)}"
         ranks, servers = len(plan.of("trainer")), plan.of("servers")
         groups = [f"--het-group={number} " if self._is_apart else "" for number in range(2)]
-        steps = [_step("trainer", plan.of("trainer"), ranks, plan, groups[0])]
-        steps += [_step("servers", servers, len(servers), plan, groups[1])] if servers else []
+        steps = [_step_command("trainer", plan.of("trainer"), ranks, plan, groups[0])]
+        steps += [_step_command("servers", servers, len(servers), plan, groups[1])] if servers else []
         ends = [
             "signal_step TERM servers",
             f"for _ in $(seq {_SERVERS_GRACE_S}); do kill -0 $servers 2>/dev/null || break; sleep 1; done",
@@ -183,7 +183,7 @@ def _directives(options: Mapping[str, str | None]) -> str:
     return "\n".join(f"#SBATCH --{name}{'' if value is None else f'={value}'}" for name, value in options.items())
 
 
-def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
+def _step_command(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
     hosts = sorted({one.host for one in processes})
     number = "%t" if name == "trainer" else "%n"
     words = [

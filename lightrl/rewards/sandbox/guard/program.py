@@ -205,7 +205,7 @@ def open_relay(port: int) -> int:
 
 
 def send_port(relay: int, port: int | None) -> None:
-    """Enables the loopback of the namespace, inside which it is called; sends a listening socket to the relay."""
+    """Enables the loopback of the current network namespace, and sends a listening socket to the relay."""
     with socket.socket(fileno=relay) as channel, socket.socket() as listener:
         fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
         listener.bind(("127.0.0.1", port))
