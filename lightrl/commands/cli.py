@@ -404,7 +404,7 @@ def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -
     if not isinstance(saved, Mapping):
         return None
     then, now = by_path(saved), by_path(settings)
-    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # a random seed
+    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # random seed
         then["seed_everything"] = now["seed_everything"] = None
     for section in _IDENTITY if is_fit else [name for name in _IDENTITY if name.startswith("model")]:
         for name in dict.fromkeys([*then, *now]):

@@ -102,12 +102,11 @@ class Keys:
     def _add(self, path: list[str], action: Action) -> None:
         name, *rest = path
         if rest:
-            self.types.pop(name, None)  # the flag for the whole group accepts a file
+            self.types.pop(name, None)  # the type of the flag for the whole group, which accepts a file
             self.groups.setdefault(name, Keys({}, {}, []))._add(rest, action)
         elif name not in self.groups:
             self.types[name] = getattr(action, "_typehint", Any)
-            if action.required:
-                self.required.append(name)
+            self.required += [name] if action.required else []
 
     def __contains__(self, name: object) -> bool:
         return name in self.types or name in self.groups
@@ -179,6 +178,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return getattr(self._option_string_actions.get(f"--{name}"), "_typehint", None)
 
     def _word(self, word: str, earlier: Any) -> str:
+        """Returns a word for argparse: lists and mappings as YAML, and a SettingText in a _Word, which preserves it."""
         name, equals, typed = word.partition("=")
         value = self._value(name.removeprefix("--"), typed, earlier) if equals else typed
         if type(value) is str:
@@ -233,7 +233,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
         return None
     loaded: object = None
     with contextlib.suppress(yaml.YAMLError, RecursionError):
-        loaded = yaml.load(typed, yaml.BaseLoader)  # every scalar is a string
+        loaded = yaml.load(typed, yaml.BaseLoader)  # reads every scalar as a string
     if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
         return loaded
     return typed if kinds & texts or (lists and is_item) else None

@@ -51,7 +51,7 @@ class SettingText(str):
 
 
 class _Unread(str):
-    """A stripped string that claims to equal `-` and not to equal `null`, so that jsonargparse reads it as neither."""
+    """A stripped string that equals `-` and never `null`, so that jsonargparse reads it neither as YAML nor as null."""
 
     __hash__ = str.__hash__
 
@@ -63,7 +63,7 @@ class ConfigText(str):
     """The text of a config file, with its settings and their line numbers."""
 
     settings: JsonObject
-    origins: dict[str, str]  # path, e.g. `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
+    origins: dict[str, str]  # path, such as `trainer.callbacks[0].init_args` → ` (run.yaml:22)`
 
 
 @dataclasses.dataclass

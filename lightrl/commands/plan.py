@@ -51,7 +51,7 @@ small. If the config has a `launch:` section, the plan also says where ranks and
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
 _GATHERED = "gathered: whole layers, and gradients, that a rank assembles from all ranks' shards to compute"
-_WIDTH, _MAX_COLUMNS = 100, 4  # maximum characters per line, and number columns per table
+_WIDTH, _MAX_COLUMNS = 100, 4  # maximum characters per line, and columns of numbers per table
 
 
 class PlanCLI(LaunchedCLI):

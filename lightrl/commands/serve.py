@@ -223,7 +223,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
     """Returns the policy and engine settings of run configs; later configs win, and `engine_flag` sets the engine."""
     policy: Any = None
     settings: dict[str, Any] = {}
-    server_args: dict[str, dict[str, Any]] = {}  # engine's kind → its arguments
+    server_args: dict[str, dict[str, Any]] = {}  # kind of engine → its arguments
     for config in configs:
         content = UserSettings.read(["--config", config])
         policy = _section(content, "model", "init_args").get("policy", policy)

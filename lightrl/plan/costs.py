@@ -36,7 +36,7 @@ class Work:
     checkpoint_activations: bool = True
     parameter_bytes: int = 4  # also of a gradient, a moment of Adam, or a number in hidden states between layers
     compute_bytes: int = 2  # of a number in the matrix products of layers, or in parameters that FSDP2 gathers
-    copies_weights: bool = False  # autocast copies them until the backward; FSDP2 gathers them in the compute dtype
+    copies_weights: bool = False  # whether autocast keeps copies of them until the backward
     cp: int = 1  # ranks that share the tokens of a microbatch
     is_compiled: bool = False  # torch.compile compiles the decoder layers
 
@@ -49,15 +49,15 @@ class Cost:
     pp: int
     dp: int
     tp: int
-    num_microbatches: int  # of each dp rank
+    num_microbatches: int  # per dp rank
     state_bytes: float  # parameters, gradients, moments
     gathered_bytes: float  # unsharded parameters and their gradients
-    activation_bytes: float  # of the layers
-    logit_bytes: float  # of the head, at the start of the backward
+    activation_bytes: float  # what autograd keeps for the layers
+    logit_bytes: float  # what the head needs at the start of the backward
     sent_dp: float  # to ranks with other trajectories
     sent_tp: float = 0.0  # within layers, between the ranks that share them or their tokens
     sent_pp: float = 0.0  # between stages
-    reduce_every_microbatch: bool = False  # FSDP2Strategy's setting
+    reduce_every_microbatch: bool = False  # the setting of FSDP2Strategy
 
     @property
     def sent_bytes(self) -> float:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-_MAX_RANKS = 4096  # largest number tried
+_MAX_RANKS = 4096  # the largest number that is tried
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -53,9 +53,9 @@ class PlannedRole:
     """A model and the ranks that hold it."""
 
     name: str
-    config: PretrainedConfig  # the text model's
+    config: PretrainedConfig  # config of the text model
     parameters: int
-    trained: int  # trained parameters
+    trained: int  # number of trained parameters
     ranks: range
     mesh: RoleMesh | None = None
     pp: int = 1
@@ -78,7 +78,7 @@ class PlannedRun:
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
     layout: Literal["whole", "FSDP2", "3D"]
-    prompts: int | None  # P; None if the data does not state it
+    prompts: int | None  # prompts per iteration; None if the data does not state them
     group_size: int
     num_minibatches: int
     update_epochs: int
@@ -175,7 +175,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         uncounted = max(0.0, gatherable - num_parameters(config)) if role.expert_parameters else 0.0
         waiting = actual_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
         waiting += role.width * uncounted if waiting else 0.0
-        layers = reduced_cost.gathered_bytes + 2 * compute * uncounted / config.num_hidden_layers  # two at a time
+        layers = reduced_cost.gathered_bytes + 2 * compute * uncounted / config.num_hidden_layers  # of two layers
         whole = compute * gatherable if run.keeps_gathered else 0
         gathered = max(layers, whole) + waiting * role.trained / role.parameters
         sent = actual_cost.sent_bytes
@@ -241,7 +241,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
         host |= {"trajectories, only on rank 0": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
-    if run.max_staleness and any(role.name == "policy" for role in here):  # WeightSync.verify
+    if run.max_staleness and any(role.name == "policy" for role in here):  # for WeightSync.verify
         host["weights of older versions, to check answers"] = (run.max_staleness + 1) * costs["policy"].gradients
     return RankMemory(ranks, device, host)
 
@@ -361,7 +361,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     def fits(changed: PlannedRun) -> bool:
         return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= usable
 
-    for settings, changed in _changes(run):
+    for settings, changed in _strategy_changes(run):
         if fits(changed):
             return f"set {settings}"
         for text, most, resized in _numeric_settings(changed):
@@ -381,7 +381,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
 
 
-def _changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+def _strategy_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
     """Yields settings of the strategy that need less memory, those that cost least time first, and the changed run."""
     flags = {"activation_checkpointing": "checkpoint_activations", "reduce_every_microbatch": "reduce_every_microbatch"}
     num_flags = {"whole": 0, "3D": 1, "FSDP2": 2}[run.layout]

@@ -33,7 +33,7 @@ from lightrl.strategies.layouts.probes import may_be_compiled
 log = logging.getLogger(__name__)
 
 _ASSUMED_TOKENS = 1024  # used if the data sets no bound
-_SIZES = (  # fields of a config
+_SIZES = (  # fields that a config must have
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
 _PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are not per token
@@ -105,7 +105,7 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     may_cut = hasattr(module, "microbatch_tokens") and "microbatch_tokens" not in names
     try:
         run = planned(module, trainer, data)
-    except ValueError as error:  # a model's sizes are not known
+    except ValueError as error:  # the dimensions of a model are not known
         log.info("%s", error)
         return
     if run is None:
@@ -271,5 +271,5 @@ def _num_scores(module: RLModule) -> int:
     """Returns an upper bound on the numbers per token, since advantages may be per trajectory instead."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
-    listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64
+    listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large
     return sum(listed.get(key, 1) for key in outputs) + len(module.advantage_keys)

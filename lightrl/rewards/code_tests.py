@@ -42,10 +42,10 @@ from lightrl.trajectory import JsonMapping, Trajectory
 TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
-_FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # without accepted
+_FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # all except accepted
 Test = JsonMapping | str  # code, or a dict with either stdin and stdout or function, arguments and accepted
 _FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
-_MAX_TEST_BYTES = 1 << 30  # of compressed tests
+_MAX_TEST_BYTES = 1 << 30  # maximum size of decompressed tests
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Runs the program as a module named "solution", so that its main part does not run but its classes can be pickled.
 _IMPORTED = """
@@ -161,7 +161,7 @@ def extracted_program(answer: str) -> str:
 
 def _tree(text: str) -> ast.Module | None:
     """Returns the syntax tree of Python code, or None for anything else."""
-    with warnings.catch_warnings():  # about invalid escapes
+    with warnings.catch_warnings():  # Python warns about invalid escapes
         warnings.simplefilter("ignore")
         try:
             return ast.parse(text)

@@ -19,7 +19,7 @@ class Evaluation:
     """The metrics of a validation or test; Lightning computes and resets them at the end."""
 
     group_size: int  # requested completions per prompt; more than 1 adds pass@k
-    _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # keys are part and name
+    _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # (part, name) → metric
 
     def update(self, groups: Sequence[Group], custom: Mapping[str, Metric], *, part: str = "0") -> dict[str, Metric]:
         """Updates the metrics for which the batch has numbers, and returns them by name.

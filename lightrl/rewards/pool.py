@@ -83,7 +83,7 @@ class RewardPool(Supervisor[bytes]):
         parts = parts_of(reward)
         self.path = " + ".join(part.path for part in parts)
         settings = {"parts": [*map(vars, parts)], "timeout_s": timeout_s, "memory_limit_mib": memory_limit_mib}
-        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # by the prompt object's id; oldest first
+        self._prompts: dict[int, tuple[Prompt, bytes]] = {}  # keys are `id(prompt)`; oldest first
         super().__init__(
             self.path,
             functools.partial(WorkerProcess, settings, import_path=import_path(*search_paths)),
@@ -163,7 +163,7 @@ class WorkerProcess:
             except WorkerDied:
                 if not outcomes:
                     raise
-                self._reply_bytes[:0] = b"\n".join([*lines[number:], b""])  # for the next call
+                self._reply_bytes[:0] = b"\n".join([*lines[number:], b""])  # left for the next call
                 break
         return outcomes
 
@@ -236,7 +236,7 @@ class WorkerProcess:
 
 
 def _reply(line: bytes, *schemas: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    """Decodes a reply; raises WorkerDied if it fits none of these schemas, since the worker did not write it then."""
+    """Decodes a reply; raises WorkerDied if it fits none of these schemas: the worker cannot have written it."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line)
         schema = next((one for one in schemas if isinstance(record, dict) and record.keys() == one.keys()), {})

@@ -26,7 +26,7 @@ from lightrl.trajectory import JsonObject, Trajectory
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _SPLITS = ("train", "validation", "test")
-_FIELD = "reasoning_gym"  # the column that says where an entry comes from
+_FIELD = "reasoning_gym"  # the column that records where an entry comes from
 
 
 def rows(

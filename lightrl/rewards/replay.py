@@ -60,11 +60,11 @@ class ReplayRow:
     prompt: str
     completion: str
     extracted: str | None  # the answer that the reward found in the completion, if it returns it
-    reward: float | None  # the first call's; None if it failed
+    reward: float | None  # from the first call; None if it failed
     metrics: dict[str, float] = field(default_factory=dict)
-    latency_s: float = 0.0  # the last call's, after everything is loaded
+    latency_s: float = 0.0  # duration of the last call, when everything has been loaded
     is_deterministic: bool = True  # whether all calls returned the same result
-    reason: str | None = None  # why the first call failed, and the message
+    reason: str | None = None  # why the first call failed; `message` has the details
     message: str | None = None
     raw: str | None = None  # the completion with special tokens; None without a tokenizer
 

@@ -27,7 +27,7 @@ _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays fin
 _LARGEST_METRIC = 1e38  # float32
 RewardFunction = Callable[[Trajectory], Any]  # may be async; `RewardResult.of` lists what it may return
 _invalid = functools.partial(RewardError, reason="invalid")
-_MAX_NAMES = 1_000  # in one returned dict
+_MAX_NAMES = 1_000  # maximum number in a returned dict
 _RESERVED_NAMES = ("reward", "rewards", "extracted")
 
 
@@ -42,7 +42,7 @@ class RewardResult:
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)  # other numbers that the function returned, by name
     rewards: list[float] | None = None  # [T], rewards per token, whose sum is `reward`
-    extracted: str | None = None  # the answer that the function found in the completion; for `replay`, never logged
+    extracted: str | None = None  # the answer that the function found; shown by `replay`, never logged
 
     @classmethod
     def of(cls, value: object, trajectory: Trajectory) -> RewardResult:

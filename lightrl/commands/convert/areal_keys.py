@@ -386,7 +386,7 @@ SUPERVISED = {
     "rw": ("RewardModel", "PreferenceDataModule"),
     "dpo": ("DPO", "PreferenceDataModule"),
 }
-SUPERVISED_ROWS: dict[str, Rule] = {  # those that differ from ROWS
+SUPERVISED_ROWS: dict[str, Rule] = {  # used instead of the rows in ROWS
     "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
@@ -589,7 +589,7 @@ CORE = {
     "max_concurrent_rollouts": "rollout.max_concurrent_rollouts", "tensorboard.": "stats_logger.tensorboard.",
     "exp_ctrl.total_train_epochs": "total_train_epochs", "exp_ctrl.save_freq_": "saver.freq_",
     "exp_ctrl.eval_freq_": "evaluator.freq_", "exp_ctrl.ckpt_freq_": "recover.freq_", "recover_mode": "recover.mode",
-    "recover_retries": "recover.retries", "model.": "actor.",  # SFT's section
+    "recover_retries": "recover.retries", "model.": "actor.",  # the section of SFT
 }  # fmt: skip
 
 

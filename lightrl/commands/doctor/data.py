@@ -28,7 +28,7 @@ class SplitReport:
     """Counts and problems of the prompts, or data rows, in a split."""
 
     name: str
-    num_tokens: list[int] = field(default_factory=list)  # of each prompt, with its completion if the data has one
+    num_tokens: list[int] = field(default_factory=list)  # per prompt, including its completion if the data has one
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read

@@ -64,7 +64,7 @@ Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # startup deadline of a server that is already running
+_ANSWER_S = 10.0  # time in which a server that already runs must answer
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
@@ -210,14 +210,14 @@ class Trial(RLCallback):
 
     checkpoints: Sequence[ModelCheckpoint] = ()  # those of the run; the trial itself saves none
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
-    trajectories: list[Trajectory] = field(default_factory=list)  # of both iterations
+    trajectories: list[Trajectory] = field(default_factory=list)  # from both iterations
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
     iterations_s: list[float] = field(default_factory=list)
-    phases_s: dict[str, float] = field(default_factory=dict)  # of the last iteration
+    phases_s: dict[str, float] = field(default_factory=dict)  # phase → seconds in the last iteration
     validation_batch_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # last values
     checkpoint_bytes: int = 0
-    host_bytes: int = 0  # peak, with the processes that the trainer started
+    host_bytes: int = 0  # peak, including the processes that the trainer started
     rounding: Rounding | None = None
     since_s: float = 0.0  # start of the current iteration or validation
 
@@ -260,7 +260,7 @@ def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> i
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor counts all its shards
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # a DTensor's size includes all shards
 
 
 def _trial_findings(trial: Trial, module: RLModule) -> Iterator[Finding]:

@@ -23,8 +23,8 @@ from lightrl.commands.inspect.run_folder import MAX_BYTES, Json, Run, open_file,
 from lightrl.trace import trace_files
 from lightrl.trajectory import rows_of
 
-MAX_POINTS = 600  # points of a curve: more than a screen has columns
-MAX_TOKENS = 100_000  # shown per trajectory, at most
+MAX_POINTS = 600  # maximum number of points per curve
+MAX_TOKENS = 100_000  # maximum number shown per trajectory
 _MAX_IMAGE_BYTES = 32 * 2**20
 _KINDS = {b"\x89PNG\r\n": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
 
@@ -404,7 +404,7 @@ def problems(run: Run) -> list[Json]:
     reported: list[Json] = []
     for path in sorted((run.folder / "problems").glob("rank-*.jsonl")):
         for line in read_text(path).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):  # incomplete, or not lightrl's
+            with contextlib.suppress(ValueError, RecursionError):  # incomplete, or not written by lightrl
                 reported.append({"at": 0.0, **json.loads(line)})
     traceback = run.folder / "traceback.txt"
     if traceback.exists():

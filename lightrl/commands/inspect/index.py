@@ -208,7 +208,7 @@ def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
     for name, start in (("trajectories", "iteration-"), ("problems", "rank-")):
         for path in (folder / name).glob(f"{start}*.jsonl"):
             with contextlib.suppress(OSError):  # the run has removed it
-                if path.name.isprintable():  # otherwise it is not the run's, and SQLite may not accept it as text
+                if path.name.isprintable():  # otherwise the run did not write it, and SQLite may refuse the name
                     yield f"{name}/{path.name}", path.lstat()
 
 

@@ -24,8 +24,8 @@ from lightrl.strategies.tensor_plans import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
-_MAX_HOSTS = 16  # shown at most: the first ones and the last
-SERVER_OFFSET = 1  # ports of servers, after the trainer's store
+_MAX_HOSTS = 16  # maximum number shown: the first hosts and the last
+SERVER_OFFSET = 1  # the servers' ports come after the port of the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
 
@@ -36,12 +36,12 @@ class RunFacts:
 
     ranks: int = 1  # trainer.devices · trainer.num_nodes
     servers: int = 0  # started by the engine
-    tp: int = 1  # of each server
+    tp: int = 1  # GPUs per server
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
     on_cpu: bool = False
-    assumed: str = ""  # a note on `on_cpu` if the accelerator is auto
+    assumed: str = ""  # a note about `on_cpu` if the accelerator is auto
     engine: str | None = None  # class name
     has_urls: bool = False  # the servers are already running
     transport: str = "disk"
@@ -104,11 +104,11 @@ class Process:
     name: str  # such as trainer-3
     role: Literal["trainer", "servers"]
     host: int  # index into Plan.hosts
-    gpus: tuple[int, ...]  # GPUs that it uses on its host
+    gpus: tuple[int, ...]  # numbers of the GPUs that it uses
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to the launcher's
-    rank_environment: Mapping[str, str] = field(default_factory=dict)  # those that torchrun sets; Slurm sets its own
-    ports: tuple[int, ...] = ()  # of the servers that it starts
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to those of the launcher
+    rank_environment: Mapping[str, str] = field(default_factory=dict)  # variables that torchrun sets; Slurm sets others
+    ports: tuple[int, ...] = ()  # ports of the servers that it starts
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def make_plan(
 
     Args:
         folder: the launch's folder; all hosts must see it.
-        port: of the trainer's store on the first host; servers use the ports above it.
+        port: port of the trainer's store on the first host; servers use the ports above it.
         hosts: names or addresses; by default `node1`, `node2` and so on.
         gpus_per_host: used if the launch does not set it.
         python: the interpreter on the hosts.
@@ -207,7 +207,7 @@ def command_of(name: str, folder: str, python: str = "python", **settings: objec
     return [python, "-m", "lightrl", name, *words]
 
 
-Placed = dict[int, list[tuple[int, ...]]]  # host → the GPUs of each rank or server there
+Placed = dict[int, list[tuple[int, ...]]]  # host → GPUs of each rank or server on it
 
 
 def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[Placed, Placed]:

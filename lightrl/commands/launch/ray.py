@@ -29,7 +29,7 @@ from lightrl.errors import LightRLError
 
 _REACH_S = 10.0
 _REPORT_EVERY_S = 30.0
-_ATTEMPTS = 3  # to place an actor
+_ATTEMPTS = 3  # maximum attempts to place an actor
 
 
 class RayHost(GuardedProcesses):

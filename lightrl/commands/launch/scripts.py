@@ -84,7 +84,7 @@ class KubernetesLauncher(Launcher):
     def __init__(self, plan: Plan) -> None:
         options = plan.launch.options
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise ValueError(f"launch.options of kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
+            raise ValueError(f"launch.options for kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
         if "claim" not in options:
             raise ValueError("launcher: kubernetes needs launch.options.claim, a volume claim that all pods can mount.")
         if plan.layout.placement == "colocated":
@@ -103,7 +103,7 @@ class KubernetesLauncher(Launcher):
         """Prints which manifests to apply and delete."""
         LaunchState(self.plan).set({}, state="written")
         names = " ".join(f"-f {self.plan.folder}/{name}" for name in self.files() if name.endswith(".yaml"))
-        sys.stdout.write(f"\nThe claim must hold {self.plan.folder}. Then:\n  kubectl apply {names}\n")
+        sys.stdout.write(f"\nThe volume claim must contain {self.plan.folder}. Then:\n  kubectl apply {names}\n")
         sys.stdout.write("When the TrainJob is complete, delete the servers:\n")
         sys.stdout.write(f"  kubectl delete {names}\n")
 

@@ -129,9 +129,9 @@ class Layout:
 
     ranks: int
     servers: int = 0
-    tp: int = 1  # of each server
+    tp: int = 1  # GPUs per server
     placement: Literal["separate", "colocated"] = "separate"
-    trainer_pp: int | None = None  # None: the strategy decides
+    trainer_pp: int | None = None  # None if the strategy decides
     trainer_tp: int | None = None
 
 
@@ -159,9 +159,9 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     served = [part for part in parts if part.is_served]
     trained = [part for part in parts if part.num_gpus and not part.is_served]
     if not trained:
-        raise refused("nothing in it trains. Use lightrl serve for only servers, lightrl test for an evaluation")
+        raise refused("nothing in it trains. For servers alone use lightrl serve, for an evaluation lightrl test")
     if len(served) > 1:
-        raise refused("lightrl has one group of servers")
+        raise refused("lightrl supports only one group of servers")
     if (
         len({part.num_gpus for part in trained}) > 1
         or sum(any(part in trained for part in group) for group in groups) > 1
@@ -173,7 +173,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     model = trained[0]
     if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
         raise refused(
-            "lightrl supports only SGLang servers in it, with d and t. For VLLMEngine set launch.ranks, servers and tp"
+            "its servers must be SGLang servers with only d and t. For VLLMEngine, set launch.ranks, servers and tp"
         )
     for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
         if size > 1:
@@ -229,7 +229,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
         raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: use sizes")
-    groups = [_group(word, text) for word in _split(words, "+")]
+    groups = [_parse_group(word, text) for word in _split(words, "+")]
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
     if len(names) != len(set(names)):
@@ -239,9 +239,9 @@ def parse_allocation(text: str) -> list[list[Part]]:
     return groups
 
 
-def _group(word: str, text: str) -> list[Part]:
+def _parse_group(word: str, text: str) -> list[Part]:
     """Parses parts that share GPUs."""
-    parts = [_part(one, text) for one in _split(word, "|")]
+    parts = [_parse_part(one, text) for one in _split(word, "|")]
     sizes = {part.num_gpus for part in parts}
     if len(sizes) > 1:
         numbers = " and ".join(str(part.num_gpus) for part in parts)
@@ -249,7 +249,7 @@ def _group(word: str, text: str) -> list[Part]:
     return parts
 
 
-def _part(word: str, text: str) -> Part:
+def _parse_part(word: str, text: str) -> Part:
     if word in ("eval", "cpu"):
         return Part("eval")
     if experts := _EXPERTS.search(word):
@@ -258,11 +258,11 @@ def _part(word: str, text: str) -> Part:
     match = _PART.fullmatch(word)
     if match is None:
         raise _wrong(text, f"{word!r} must be sizes such as d4t2, after a backend and a colon")
-    sizes = _sizes(match["sizes"], "dtpce", text)
+    sizes = _parse_sizes(match["sizes"], "dtpce", text)
     is_plain = sizes.get("pp", 1) == sizes.get("ep", 1) == 1
     backend = match["backend"] or ("fsdp" if is_plain else "megatron")
     if backend not in (*_SERVERS, *_TRAINERS):
-        raise _wrong(text, f"{backend!r} is not a backend: {', '.join((*_SERVERS, *_TRAINERS))}")
+        raise _wrong(text, f"{backend!r} is not a backend; choose from {', '.join((*_SERVERS, *_TRAINERS))}")
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
         raise _wrong(text, f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}")
@@ -272,9 +272,9 @@ def _part(word: str, text: str) -> Part:
 def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     """Applies `attn`, the sizes of the whole model, and `ffn`, the split of its experts over the same GPUs."""
     if part.backend not in _TRAINERS:
-        raise _wrong(text, f"{part.backend!r} is not a training backend: {', '.join(_TRAINERS)}")
-    model = replace(part, **_sizes(attn, "dtpc", text))
-    experts = _sizes(ffn, "dtpe", text)
+        raise _wrong(text, f"{part.backend!r} is not a training backend; choose from {', '.join(_TRAINERS)}")
+    model = replace(part, **_parse_sizes(attn, "dtpc", text))
+    experts = _parse_sizes(ffn, "dtpe", text)
     pp = experts.get("pp", model.pp)
     if pp != model.pp:
         raise _wrong(text, f"p must be the same for attn ({model.pp}) and ffn ({pp})")
@@ -284,8 +284,8 @@ def _with_experts(part: Part, attn: str, ffn: str, text: str) -> Part:
     return replace(model, ep=experts.get("ep", 1), expert_tp=experts.get("tp", 1))
 
 
-def _sizes(word: str, allowed: str, text: str) -> JsonObject:
-    word = word if "t" in word else word.replace("m", "t")  # AReaL Core's letter
+def _parse_sizes(word: str, allowed: str, text: str) -> JsonObject:
+    word = word if "t" in word else word.replace("m", "t")  # AReaL Core writes m for t
     pairs = re.findall(r"([a-z])([1-9]\d*)", word)
     if not pairs or "".join(letter + size for letter, size in pairs) != word:
         raise _wrong(text, f"{word!r} must be letters, each with a size, such as d4t2")

@@ -143,12 +143,12 @@ class SlurmLauncher(Launcher):
         directives = _directives(options)
         if self._is_apart:
             server_options = {**options, "nodes": str(launch.nodes - plan.trainer_hosts), **launch.server_options}
-            server_options.pop("signal", None)  # the script runs in the first component
+            server_options.pop("signal", None)  # only the first component needs it: the script runs there
             directives = f"{directives}\n#SBATCH hetjob\n{_directives(server_options)}"
         ranks, servers = len(plan.of("trainer")), plan.of("servers")
         groups = [f"--het-group={number} " if self._is_apart else "" for number in range(2)]
-        steps = [_step("trainer", plan.of("trainer"), ranks, plan, groups[0])]
-        steps += [_step("servers", servers, len(servers), plan, groups[1])] if servers else []
+        steps = [_step_command("trainer", plan.of("trainer"), ranks, plan, groups[0])]
+        steps += [_step_command("servers", servers, len(servers), plan, groups[1])] if servers else []
         ends = [
             "signal_step TERM servers",
             f"for _ in $(seq {_SERVERS_GRACE_S}); do kill -0 $servers 2>/dev/null || break; sleep 1; done",
@@ -180,7 +180,7 @@ class SlurmLauncher(Launcher):
     def _head(self, step: str, process: Process) -> list[str]:
         """Returns the first lines of a step's script. They record the id of the step, with which the job signals it."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
-        part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores 7+1.0
+        part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores ids such as 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'
         return script_head(self.plan, process.environment, before=[note, "hosts=($LIGHTRL_HOSTS)"])
 
@@ -193,7 +193,7 @@ def _directives(options: Mapping[str, str | None]) -> str:
     return "\n".join(f"#SBATCH {option}" for option in _words(options))
 
 
-def _step(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
+def _step_command(name: str, processes: list[Process], tasks: int, plan: Plan, group: str) -> str:
     hosts = sorted({one.host for one in processes})
     number = "%t" if name == "trainer" else "%n"
     words = [

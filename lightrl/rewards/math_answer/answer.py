@@ -23,7 +23,7 @@ from lightrl.trajectory import Trajectory, chat_as_text
 
 _MAX_NUMBER_CHARS = 100
 _MAX_NUMBER_BITS = 100_000
-_MAX_EXPRESSION_CHARS = 1000  # longer texts are not answers, and slow to parse
+_MAX_EXPRESSION_CHARS = 1000  # longer texts are not answers, and would be slow to parse
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?:(?P<sign>(?<![\w)])-)\s*)?(?:[$€£]\s*(?P<sign_after>-)?)?(?P<digits>{_DIGITS})")
@@ -84,7 +84,7 @@ _GROUPED = re.compile(
 )
 _FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
-_PIECE = "[^{}]"  # of a formula: a character, or braces around pieces
+_PIECE = "[^{}]"  # a piece of a formula is a character, or braces around pieces
 for _ in range(6):
     _PIECE = rf"(?:[^{{}}]|\{{{_PIECE}*\}})"
 
@@ -102,7 +102,7 @@ def _repeating_decimal(match: re.Match[str]) -> str:
     return rf"\frac{{{above}}}{{{10 ** len(match[2]) * (10 ** len(period) - 1)}}}"
 
 
-# Converts equivalent notations to one form: pattern → replacement, in this order.
+# Replaces equivalent notations with a single one: pattern → replacement, in this order.
 _NOTATIONS: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # size, font, color and space
     (r"\\(?:(?:text)?color|[hv]space\*?|[hv]?phantom)\s*\{[^{}]*\}|\\hfill?(?![A-Za-z])", " "),
@@ -198,7 +198,7 @@ class Answer:
 
     text: str
     marker: str  # `####`, `\boxed` or `answer is`
-    is_final: bool  # the only one, and nothing comes after it
+    is_final: bool  # whether it is the only one, and nothing comes after it
 
 
 def final_answer(text: str) -> Answer | None:

@@ -69,7 +69,7 @@ _SPELLINGS = {
     }.items()
     for spelling in spellings.split()
 } | {"\\ ": ""}  # fmt: skip
-_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # of lines and angles
+_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # of a line or an angle
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 _RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in")
 _SEPARATORS = (",", r"\or", r"\and")

@@ -23,7 +23,7 @@ _NAMES = {name: names.split()[0] for names in _OTHERS.split(",") for name in nam
 }
 _COMPOUND = {"mph": {"mi": 1, "h": -1}, "kph": {"km": 1, "h": -1}, "cc": {"cm": 3}}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_NO_UNITS = frozenset(  # nor their plurals
+_NO_UNITS = frozenset(  # these words and their plurals are not units
     "and but nor not plus minus time over divided modulo mod remainder million billion trillion thousand "  # noqa: SIM905
     "hundred dozen half halve third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth one two "
     "three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty ninety zero "

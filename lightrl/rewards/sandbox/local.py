@@ -49,7 +49,7 @@ LAYERS = ("namespaces", "private_user", "landlock", "seccomp", "cgroup")
 _logger = logging.getLogger(__name__)
 # The guard is a separate package that imports neither lightrl nor its dependencies, so that it starts fast.
 _START = "import sys; sys.path.append(sys.argv[1]); from guard.guard import main; main()"
-_PREFIX = "lightrl-sandbox-"  # of folders and cgroups
+_PREFIX = "lightrl-sandbox-"  # begins the names of folders and cgroups
 GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # callers append a folder prefix
 _GRACE_S = 10.0
 _READ_BYTES = 1 << 16

@@ -166,7 +166,7 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
 
 
 def is_root() -> bool:
-    """Returns whether this is root among other users; root of a rootless container is an ordinary user outside it."""
+    """Whether this process is root and other users exist; the root of a rootless container is an ordinary user."""
     return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
 
 
@@ -268,7 +268,7 @@ def restrict_files(folder: str, readable: list[str], port: int | None, has_own_n
         except OSError:
             continue
         if rights == _EXECUTE_AND_READ and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            rights = 0b101  # without the right to list
+            rights = 0b101  # not the right to list a folder
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
         os.close(descriptor)
     is_done = _libc.syscall(446, ruleset, 0) == 0
@@ -288,7 +288,7 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
     load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, not_implemented = 0x7FFF0000, 0x00050001, 0x00050000 + errno.ENOSYS
     code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the x32 calls of x86-64
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32 calls on x86-64
     for call in (*calls, *_REFUSED_EVERYWHERE):
         code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
     code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]

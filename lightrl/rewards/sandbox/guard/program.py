@@ -31,8 +31,8 @@ class Program:
     def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
-        self.folder: str | None = request.get("folder")  # an agent's, kept if it succeeds; None: temporary
-        self.port: int | None = request.get("port")  # of an agent's endpoint; None: no network at all
+        self.folder: str | None = request.get("folder")  # an agent's folder, kept if it succeeds; None if temporary
+        self.port: int | None = request.get("port")  # the port of an agent's endpoint; None for no network at all
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.needs_read_right = not layers.is_public(request["command"][0])
@@ -61,7 +61,7 @@ class _LastBlock:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
         try:
             _write_record(self.records, {"problem": f"{type(error).__name__}: {error}"})
-        finally:  # even if the guard is gone and nobody reads
+        finally:  # even if the guard is gone and nothing reads the record
             os._exit(126)
 
 
@@ -205,7 +205,7 @@ def open_relay(port: int) -> int:
 
 
 def send_port(relay: int, port: int | None) -> None:
-    """Enables the loopback of the namespace, inside which it is called; sends a listening socket to the relay."""
+    """Enables the loopback of the current network namespace, and sends a listening socket to the relay."""
     with socket.socket(fileno=relay) as channel, socket.socket() as listener:
         fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
         listener.bind(("127.0.0.1", port))
