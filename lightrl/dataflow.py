@@ -66,9 +66,9 @@ class ModelCall:
         check_choice(get_args(Kind), **{f"kind of model call {self.name!r}": self.kind})
         check_bounds(1, **{f"microbatch_tokens of model call {self.name!r}": self.microbatch_tokens})
         if self.kind == "infer" and self.role is not None and self.run is None:
-            self._check_outputs_of_a_forward()
+            self._check_forward_outputs()
 
-    def _check_outputs_of_a_forward(self) -> None:
+    def _check_forward_outputs(self) -> None:
         topk_keys = ("teacher_topk_ids", "teacher_topk_logprobs") if self.topk else ()
         outputs = tuple(self.outputs)
         if outputs and outputs in ((outputs[0], *topk_keys), ("values", "bootstrap_values")):
@@ -245,7 +245,7 @@ def iteration_graph(
 
 
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
-    """Returns the names of the calls that need advantages, directly or through another call."""
+    """Returns the names of the calls that need advantages, directly or through other calls."""
     names, keys = {ADVANTAGES}, set(advantage_keys)
     for _ in calls:  # enough passes for a chain of all calls, in any order
         for call in calls:

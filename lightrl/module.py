@@ -93,7 +93,7 @@ class RLModule(TrainedModule):
         reward_model_coef: weight of the reward model's score.
         workflow: a function that builds the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
             without the tokenizer. None uses SingleTurn, one completion per prompt.
-        workflow_workers: number of processes on rank 0's host that run the workflow, for engines with servers; 0: rank 0.
+        workflow_workers: number of processes on rank 0's host that run workflows, only with servers; 0 uses rank 0.
         group_size: G, the number of trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; None samples greedily with the same limits.
@@ -499,7 +499,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role separately, whatever the optimizer groups, so a critic cannot shrink the policy's gradients."""
+        """Clips each role separately, for any optimizer groups: a critic must not shrink the policy's gradients."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for role_parameters in by_role(self, self.trained_roles(), parameters).values():
             role_optimizer: Any = SimpleNamespace(param_groups=[{"params": role_parameters}])

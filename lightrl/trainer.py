@@ -134,7 +134,7 @@ class Trainer(RLTrainer):
         if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             raise ValueError(
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
-                "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
+                "cpu, or install a torch build that fits the driver (nvidia-smi shows whether there is one)."
             )
         check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
@@ -293,7 +293,7 @@ class Trainer(RLTrainer):
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one of Lightning's functions; raises OtherRankFailed if another rank failed first."""
+        """Runs `fit`, `validate`, `test` or `predict`; raises OtherRankFailed if another rank failed first."""
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
@@ -350,7 +350,7 @@ class Trainer(RLTrainer):
             loop.gate.begin()
             loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
-                inner.inference_mode = False  # a later weight load could not overwrite inference tensors
+                inner.inference_mode = False  # because a later weight load cannot overwrite inference tensors
             if self._logs_every_iteration:
                 self.log_every_n_steps = 1
             self._stage.open(module)
@@ -389,7 +389,7 @@ class Trainer(RLTrainer):
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
-            "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. Earlier "
+            "No checkpoint was saved at %s: %s, so a resumed run would train on groups twice or never. Earlier "
             "checkpoints, if any, are still there. Save between iterations, for example in on_train_batch_end.",
             path,
             self.rollout_loop.resume.why_no_checkpoint,
@@ -426,7 +426,7 @@ class Trainer(RLTrainer):
             if "://" not in str(folder) and not os.access(existing, os.W_OK):
                 raise ValueError(
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
-                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
+                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to a writable one."
                 )
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:

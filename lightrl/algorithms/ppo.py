@@ -65,7 +65,7 @@ class EarlyStop:
 class PPO(GRPO):
     """A clipped policy gradient whose baseline is a critic, a network that predicts the future reward at each token.
 
-    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in its own
+    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a separate
     parameter group. The decoupled and dual-clipped variants are settings of GRPO's loss.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
@@ -275,12 +275,12 @@ class PPO(GRPO):
         if saved is not None and (saved.get("body") is not None) != self.shares_body:
             raise ValueError(
                 f"The checkpoint's critic is {'a separate model' if self.shares_body else 'a head on the policy'}, "
-                "but this run's is not. Set critic as in that run, or start a new run from exports of the checkpoint's "
-                "policy and critic."
+                "but this run's critic is not. Set critic as in that run, or start a new run from exports of the "
+                "checkpoint's policy and critic."
             )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")
-        if state is None:  # another algorithm's checkpoint: only its policy is restored
+        if state is None:  # a checkpoint of a different algorithm: only the policy is restored
             return
         controller = self.kl_controller
         if controller is not None and controller.target_nats is not None and state["kl_coef"] > 0:

@@ -370,7 +370,7 @@ def logits_gradient(
 ) -> Tensor:
     """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's is -p · (log p + entropy).
 
-    `is_here` is False where a token's logit is on another rank; None if this rank holds all logits.
+    `is_here` is False where a token's logit is on a different rank; None if this rank holds all logits.
     """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)

@@ -119,7 +119,7 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Joins the parts of all ranks, which may have different metrics; every rank gets the same result.
 
-    One sum suffices: each rank fills only its own column of a table of zeros, so the sum contains all columns.
+    One sum suffices: each rank fills one column of a table of zeros, so the sum contains all ranks' columns.
     """
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)

@@ -226,7 +226,7 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs. All ranks must call their backward, which runs that of each stage.
+        """Computes one microbatch's outputs. All ranks must call their backward, which runs every stage's backward.
 
         Cuts the rows into parts, so that the stages can work at the same time.
         """

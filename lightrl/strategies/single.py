@@ -156,7 +156,7 @@ class SingleModel:
         return self._outputs(microbatch, topk)
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once, including those of a critic's head."""
+        """Returns each trained parameter once, including the parameters of a critic's head."""
         heads = () if self.value_head is None else self.value_head.parameters()
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]

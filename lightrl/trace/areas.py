@@ -105,7 +105,7 @@ def common(left: Intervals, right: Intervals) -> Intervals:
 
 
 def without(left: Intervals, right: Iterable[tuple[int, int]]) -> Intervals:
-    """Subtracts the intervals of `right` from those of `left`."""
+    """Subtracts the intervals `right` from the intervals `left`."""
     edges = [(-(2**63), -(2**63)), *union(right), (2**63, 2**63)]
     gaps = [(before[1], after[0]) for before, after in pairwise(edges)]
     return common(left, gaps)
@@ -180,7 +180,7 @@ def _rollout_advice(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"In {share:.0%} of it fewer than half of the generations ran: it waited for a few long ones.")
+        advice.append(f"For {share:.0%} of it, fewer than half of the generations ran: it waited for a few long ones.")
     return " ".join(advice) or "Add engines, or shorten the completions."
 
 

@@ -188,7 +188,7 @@ class TraceFile:
         self._write(lines)
 
     def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
-        """Returns the `tid` of a row of the track that is free when the event starts; names a new row in `lines`."""
+        """Returns the `tid` of a free row of the event's track. If all are in use, adds a row, named in `lines`."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
         overlaps = event.track in OVERLAPPING or event.track.startswith("http")
@@ -208,7 +208,7 @@ class TraceFile:
 
     def _begin(self) -> None:
         self._numbers: dict[str, int] = {}  # track → number
-        self._rows: dict[str, list[tuple[int, int]]] = {}  # track → heap of its rows: end of the last event, lane
+        self._rows: dict[str, list[tuple[int, int]]] = {}  # track → heap of (end of last event, row number)
         self._size = 0
         self.path.write_text(_OPEN, encoding="utf-8")
         head = {"ph": "M", "pid": self._rank, "tid": 0}

@@ -1,4 +1,4 @@
-"""Supervised training: plain LightningModules, trained on given data by Lightning's own loop.
+"""Supervised training: plain LightningModules, trained on given data by Lightning's loop.
 
 Reading order:
     module.py        SupervisedModule: one trained model with its optimizer and metrics, on any number of ranks

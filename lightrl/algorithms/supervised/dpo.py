@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DPO(SupervisedModule):
-    """Increases the logprob of the chosen completion over that of the rejected one, relative to a reference policy.
+    """Makes the chosen completion more likely than the rejected completion, relative to a reference policy.
 
     It trains on the batches of PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more the policy prefers the chosen

@@ -1,4 +1,4 @@
-"""The base class of SFT, DPO and reward models: a model trained on given data by Lightning's own loop.
+"""The base class of SFT, DPO and reward models: a model trained on given data by Lightning's loop.
 
 A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
 measures its share of the rows, so the update equals that of one process.
@@ -32,7 +32,7 @@ _DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches` an update equals that of one batch with all rows: each batch is weighted by the
+    With `accumulate_grad_batches`, an update equals an update on one batch of all rows: each batch is weighted by the
     number of its tokens (SFT) or pairs.
 
     Args:
@@ -153,7 +153,7 @@ class SupervisedModule(TrainedModule):
         return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
-        """Returns the roles whose models a step uses, by name."""
+        """Returns the roles, by name, whose models a step uses."""
         return {self.trained_role: self.policy_role}
 
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:

@@ -71,7 +71,7 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
     groups = on_host(experience.group_ids)
     if experience.image_rows is not None:
-        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])
+        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])  # but not part of the prompt
         is_alone = (is_read & (on_host(experience.token_ids) == image_token_id)).any(1)
         starts = torch.where(is_alone, ends, starts)
         groups = torch.where(is_alone, -1 - torch.arange(len(ends)), groups)
