@@ -426,7 +426,7 @@ class Trainer(RLTrainer):
             if "://" not in str(folder) and not os.access(existing, os.W_OK):
                 raise ValueError(
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
-                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to a writable one."
+                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to a writable folder."
                 )
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:

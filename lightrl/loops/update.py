@@ -320,7 +320,7 @@ class MinibatchLoss:
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def _neutralized(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
-        """Sets values outside the loss mask to 0; with a single update, also sets the proximal logprobs."""
+        """Sets values outside the loss mask to 0; with a single update, also sets proximal_logprobs to the logprobs."""
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
         outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))

@@ -279,9 +279,9 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Gives one process's results; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
+        """Computes the same gradients as one process. Calls `backward` on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before. They are then averaged over dp, and complete over pp and tp.
+        Gradients must be None or zero before the call. Then they are averaged over dp, and complete over pp and tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
