@@ -1,12 +1,12 @@
 """lightrl: reinforcement learning for language models, the Lightning way.
 
-The packages; each imports only from those above it in this list:
+Each package imports only from packages above it in this list:
 
     errors        the exceptions of a run, as a tree
-    checks        checks of configurations and user code, with clear errors
+    checks        checks configurations and user code, with clear errors
     concurrency   threads, event loops and processes
     columns       data that travels with tokens, from the engine to the loss
-    trace         what a process did when, for Perfetto; where the time went
+    trace         records what processes did and when, for Perfetto; finds where the time went
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors
@@ -14,13 +14,13 @@ The packages; each imports only from those above it in this list:
     weights       parameters on their way from trainer to engine
     models        roles and what their models can do
     dataflow      model calls, and the graph that they form
-    engines       token ids to completions: local, SGLang, vLLM, fake
-    strategies    how parameters and work are divided over devices
-    testing       a tiny policy and made-up trajectories, for tests
-    workflows     a prompt to a trajectory: turns, environments, agents
-    rollout       prompts to trajectories with rewards, within a staleness bound
+    engines       turn token ids into completions: local, SGLang, vLLM, fake
+    strategies    divide parameters and work over devices
+    testing       a tiny policy and made-up trajectories for tests
+    workflows     turn a prompt into a trajectory: turns, environments, agents
+    rollout       turns prompts into trajectories with rewards, within a staleness bound
     module        RLModule: the hooks a user writes
-    data          prompts by position, chats for SFT
+    data          prompts, read by position, and chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export
@@ -46,7 +46,7 @@ def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str
     """Returns a package's `__getattr__`, which imports a public name's module when the name is first used.
 
     Args:
-        package: its `__name__`.
+        package: the package's `__name__`.
         homes: public name → module, relative to the package.
     """
 

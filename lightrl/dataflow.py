@@ -1,4 +1,4 @@
-"""ModelCalls and the graph that they form: which model computes which keys from which inputs. Checked before a run.
+"""ModelCalls and their graph: which model computes which keys from which inputs. The graph is checked before a run.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -7,8 +7,8 @@
 
 A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
 exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
-run in parallel. At the same time, calls without a role (an LLM judge behind a server, a function) run on rank 0, each
-in its own thread. loops/score.py executes the graph.
+run in parallel. At the same time, calls without a role (an LLM judge on a server, a function) run on rank 0, each in a
+separate thread. loops/score.py executes the graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelCall:
 
     `run(experience, trajectories)` gets the same rows in both arguments. It returns a tensor for a single output, or a
     dict with a tensor for each output: [B], [B, T] or [B, T, ...], in row order, without gradient. Without `run` the
-    call is a forward of the role's model, and the output is its logprobs, values or scores.
+    call is a forward pass of the role's model, and the output is the model's logprobs, values or scores.
 
     Example:
         ModelCall("reference_logprobs", role="reference", kind="infer",
@@ -42,17 +42,17 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # a key of `RLModule.models()`; None: uses no model of the trainer, runs in its own thread
+    role: str | None = None  # a key of `RLModule.models()`; None: uses no trainer model, runs in a separate thread
     kind: Kind = "infer"
-    inputs: tuple[str, ...] = ()  # keys that it needs
-    outputs: tuple[str, ...] = ()  # keys that it produces; a new name becomes an extra
+    inputs: tuple[str, ...] = ()  # keys that the call needs
+    outputs: tuple[str, ...] = ()  # keys that the call produces; a new name becomes an extra
     microbatch_tokens: int | None = None  # None uses the module's
     run: Callable[..., Any] | None = field(default=None, compare=False)
     after: tuple[str, ...] = ()  # names of calls that must finish first although this call does not read their outputs
     timeout_s: float = 1800.0  # deadline of a call without a role
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
-    url: str | None = None  # a server that computes with the role's model instead of the trainer
+    url: str | None = None  # a server that runs the role's model instead of the trainer
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
@@ -66,22 +66,22 @@ class ModelCall:
         check_choice(get_args(Kind), **{f"kind of model call {self.name!r}": self.kind})
         check_bounds(1, **{f"microbatch_tokens of model call {self.name!r}": self.microbatch_tokens})
         if self.kind == "infer" and self.role is not None and self.run is None:
-            self._check_outputs_of_a_forward()
+            self._check_forward_outputs()
 
-    def _check_outputs_of_a_forward(self) -> None:
+    def _check_forward_outputs(self) -> None:
         topk_keys = ("teacher_topk_ids", "teacher_topk_logprobs") if self.topk else ()
         outputs = tuple(self.outputs)
         if outputs and outputs in ((outputs[0], *topk_keys), ("values", "bootstrap_values")):
             return
         raise ValueError(
             f"Model call {self.name!r} is a forward of {self.role!r}, which returns one tensor, so its outputs must be "
-            f"one key{''.join(f', then {key}' for key in topk_keys)}, got {list(outputs)}. Make a call for each, or "
-            "set run= to a function."
+            f"one key{''.join(f', then {key}' for key in topk_keys)}, got {list(outputs)}. Make one call for each key, "
+            "or set run= to a function."
         )
 
 
 class ModelSource(Protocol):
-    """Where a role's model is: on the server at `url`, or in the trainer."""
+    """Says where a role's model is: on the server at `url`, or in the trainer."""
 
     @property
     def url(self) -> str | None: ...
@@ -99,8 +99,8 @@ class DataFlowGraph:
         given: keys that exist before any call, for example those of a trajectory file.
 
     Raises:
-        ValueError: for a duplicate name, an unknown role, a key that no call or several calls produce, an unknown name
-            in `after`, or a cycle.
+        ValueError: for a duplicate name, an unknown role, a needed key that no call produces, a key that several calls
+            produce, an unknown name in `after`, or a cycle.
     """
 
     def __init__(self, calls: Iterable[ModelCall], *, roles: Iterable[str], given: Iterable[str] = ()) -> None:
@@ -130,7 +130,7 @@ class DataFlowGraph:
     def before_rewards(self) -> set[str]:
         """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
 
-        Empty if a call other than the advantages reads rewards: it would have to wait for them too.
+        Empty if a call other than the advantages reads rewards, because that call would have to wait for them too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run
@@ -176,7 +176,7 @@ class DataFlowGraph:
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Sorts calls topologically; those that wait for nothing outside the trainer come first.
+        """Sorts calls topologically; calls that wait for nothing outside the trainer come first.
 
         The order depends only on the graph, so every rank runs its models' collectives in the same order.
         """
@@ -245,7 +245,7 @@ def iteration_graph(
 
 
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
-    """Returns the names of the calls that need advantages, directly or through another call."""
+    """Returns the names of the calls that need advantages, directly or through other calls."""
     names, keys = {ADVANTAGES}, set(advantage_keys)
     for _ in calls:  # enough passes for a chain of all calls, in any order
         for call in calls:
@@ -256,7 +256,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
 
 
 def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
-    """Returns the call with the URL of its role's server, if there is one.
+    """Returns the call, with the URL of its role's server if there is one.
 
     Raises:
         ValueError: if a server cannot compute the outputs.
@@ -280,10 +280,10 @@ def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling
 
 
 def runs_in_thread(call: ModelCall) -> bool:
-    """Whether the call uses none of the trainer's devices and so can run while they are busy."""
+    """Whether the call uses none of the trainer's devices, so that it can run while they are busy."""
     return (call.role is None or call.url is not None) and call.kind == "infer" and not call.on_all_ranks
 
 
 def follows_from_trajectories(call: ModelCall) -> bool:
-    """Whether the call's outputs depend on no model of the trainer, so that recorded outputs stay valid."""
+    """Whether the call's outputs depend only on trajectories, not on trainer models, so recorded outputs stay valid."""
     return runs_in_thread(call) and not call.after and rollout_fields().issuperset(call.inputs)

@@ -2,10 +2,10 @@
 
 LightRLError
 ├── EngineError               the rollout engine failed
-│   ├── EngineUnreachable     no server answers at its address
-│   ├── EngineTimeout         it did not answer before its deadline
-│   └── WeightSyncError       it did not load the new weights
-│       └── WeightSyncUndone  and still serves the previous ones
+│   ├── EngineUnreachable     no server answers at the engine's address
+│   ├── EngineTimeout         the engine did not answer before its deadline
+│   └── WeightSyncError       the engine did not load the new weights
+│       └── WeightSyncUndone  the engine still serves the previous weights
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this one had to stop
@@ -16,7 +16,7 @@ import functools
 
 
 class LightRLError(Exception):
-    """Base of everything that lightrl raises during a run."""
+    """Base class of the errors that lightrl raises during a run."""
 
 
 class EngineError(LightRLError):
@@ -32,15 +32,15 @@ class EngineTimeout(EngineError):
 
 
 class WeightSyncError(EngineError):
-    """The engine did not load the new weights, or a check showed that it has different ones."""
+    """The engine did not load the new weights, or a check showed that it has different weights."""
 
 
 class WeightSyncUndone(WeightSyncError):
-    """The engine did not load the new weights and still serves the previous ones, so the sync may be retried."""
+    """The engine did not load the new weights and still serves the previous weights, so the sync may be retried."""
 
 
 class RolloutError(LightRLError):
-    """A workflow or an environment failed, or no batch of groups was finished before the deadline."""
+    """A workflow or an environment failed, or no batch of groups was complete before the deadline."""
 
 
 class RewardError(LightRLError):

@@ -1,6 +1,6 @@
 """Experience: the trajectories of one iteration as tensors, ready for model calls, advantages and the loss.
 
-Shapes: B trajectories, T tokens of the longest one (shorter rows are padded on the right). Every [B, T] tensor is
+Shapes: B trajectories, T tokens of the longest trajectory (others are padded on the right). Every [B, T] tensor is
 aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
 """
 
@@ -21,19 +21,19 @@ from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.packing import microbatch_bins
 from lightrl.trajectory import Trajectory
 
-# The rows that a loss reads together; minibatches and microbatches never split them.
+# The unit of rows that a loss reads together; minibatches and microbatches never split a unit.
 LossUnit = Literal["trajectory", "group", "pair"]
 
-Reduction = Literal["sum", "max"]  # over ranks
+Reduction = Literal["sum", "max"]  # how values are reduced over ranks
 
 
 @dataclass(frozen=True)
 class Experience:
     """Trajectories as tensors. Frozen: each phase adds fields with `with_tensors`.
 
-    `columns` holds the data that travels with tokens, and `extras` the outputs of a user's own model calls; read both
-    as `experience["key"]`. Every copy keeps them. Rows keep the (prompt, sample) order of the rollout. Images are
-    stored once and shared by all selections; `image_rows` lists the images of each row.
+    `columns` holds data that travels with tokens, and `extras` holds the outputs of the user's model calls. Both are
+    read as `experience["key"]`, and every copy keeps them. Rows keep the rollout's (prompt, sample) order. Images are
+    stored once and shared by all selections; `image_rows` lists each row's images.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 in padding
@@ -48,11 +48,11 @@ class Experience:
     reference_logprobs: Tensor | None = None  # float32 [B, T], from the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], from the teacher in distillation
     values: Tensor | None = None  # float32 [B, T], the critic's value of the state before the token was sampled
-    bootstrap_values: Tensor | None = None  # float32 [B], its value of a truncated trajectory's end; 0 after a stop
+    bootstrap_values: Tensor | None = None  # float32 [B], the critic's value after a truncated trajectory; else 0
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
-    pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images (models/images.py)
-    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; the grid's product is its number of entries
+    pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images, see models/images.py
+    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; its product is the image's number of entries
     image_rows: Tensor | None = None  # int64 [B, I], indices of each row's images in order; -1 for none
     # Columns (lightrl/columns) that at least one trajectory has: [B, T, ...], or codes in host memory.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class Experience:
         num, width = self.token_ids.shape
         reserved = sorted(name for name in self.extras if name in FIELDS or column_of(name) is not None)
         if reserved:
-            raise ValueError(f"extras has the key {reserved[0]!r}, which is a field of Experience. Choose another key.")
+            raise ValueError(f"extras has the key {reserved[0]!r}, which is a field of Experience. Rename the key.")
         if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
             raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
@@ -70,11 +70,11 @@ class Experience:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
-        """Pads on the right to the longest trajectory; rows are in the order given.
+        """Builds an Experience, padded on the right to the longest trajectory, with rows in the given order.
 
         Raises:
-            ValueError: if there is no trajectory, or if one has no reward, lists of unequal length, or a first token
-                that trains although nothing predicts it.
+            ValueError: if there is no trajectory, or if a trajectory has no reward, has per-token lists of unequal
+                length, or trains on its first token, which nothing predicts.
         """
         tensors, rows = fields_of(trajectories)
         for name, values in rows.items():
@@ -88,7 +88,7 @@ class Experience:
     def gaps(self) -> Tensor | None:
         """Number of tokens between a token and its predecessor in its conversation, int64 [B, T]; None if all are 0.
 
-        For a tree of conversations see functional/branches.py.
+        Nonzero gaps make a tree of conversations; see functional/branches.py.
         """
         return self.columns.get("gaps")
 
@@ -124,7 +124,7 @@ class Experience:
 
     @property
     def forward_tokens(self) -> Tensor:
-        """Number of tokens that a model reads, int64 [B]; tokens that conversations share count once for each."""
+        """Number of tokens that a model reads, int64 [B]. A token that several conversations share counts in each."""
         return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
 
     def row_lengths(self) -> list[list[int]]:
@@ -136,7 +136,7 @@ class Experience:
 
     @property
     def version_bounds(self) -> tuple[Tensor, Tensor]:
-        """The oldest and newest weight version of each trajectory's tokens, int64 [B]; -1 if none was generated."""
+        """The oldest and newest weight version of each trajectory's tokens, int64 [B]; -1 without generated tokens."""
         versions = self.weight_versions
         oldest = versions.where(versions >= 0, torch.iinfo(versions.dtype).max).amin(1)
         newest = versions.amax(1)
@@ -148,7 +148,7 @@ class Experience:
 
     @property
     def local(self) -> Experience:
-        """The trajectories assigned to this rank, with their tokens; each is on exactly one rank."""
+        """The trajectories assigned to this rank, with their tokens; each is assigned to exactly one rank."""
         return self
 
     @property
@@ -157,7 +157,7 @@ class Experience:
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Reduces, over all ranks, the values that each computed from its `local`, by sum or maximum."""
+        """Reduces values that each rank computed from its `local` over all ranks, by sum or maximum."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -203,13 +203,13 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """Copies to this device without waiting; `on_host` of a field still returns the original."""
+        """Returns a copy on this device, without waiting; `on_host` of a field still returns the original."""
         target = torch.device(device)
         moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
-        """Returns the rows of each microbatch, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
+        """Returns each microbatch's rows, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
 
         Units of similar length share a microbatch, longest first, to reduce padding.
         """
@@ -217,7 +217,7 @@ class Experience:
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """Returns the rows of each unit that the loss needs complete, ordered by their first rows.
+        """Returns the rows of each unit that a loss needs complete; units are ordered by their first rows.
 
         A group is all rows with the same group id; a pair is two consecutive rows of a group.
 
@@ -252,7 +252,7 @@ def rollout_fields() -> frozenset[str]:
 
 
 def is_table(name: str) -> bool:
-    """Whether the field is one table for all rows; another field maps rows to entries of the table."""
+    """Whether the field is one table for all rows; a different field maps rows to the table's entries."""
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 
@@ -276,7 +276,7 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
     if odd is not None:
         raise ValueError(
             f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
-            f"{len(groups[odd])}. Drop one of them, or set another group_size."
+            f"{len(groups[odd])}. Drop one of them, or set a different group_size."
         )
     return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
@@ -296,13 +296,13 @@ def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
 def fields_of(
     trajectories: Sequence[Trajectory], *, has_rewards: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Returns the fields [B] of an Experience, and for each field per token a numpy array per trajectory.
+    """Returns an Experience's fields [B], and for each per-token field one numpy array per trajectory.
 
     Without `has_rewards`, all rewards are NaN, since they may still be pending.
 
     Raises:
-        ValueError: see `Experience.from_trajectories`; or if a column's width differs between trajectories, so they
-            come from different models.
+        ValueError: see `Experience.from_trajectories`; or if a column's width differs between trajectories, because
+            they come from different models.
     """
     check_trajectories(trajectories, has_rewards=has_rewards)
     rows: dict[str, list[Any]] = {}
@@ -324,7 +324,7 @@ def fields_of(
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
-    """Returns the rewards, float32 [B], and, if a row has rewards per token, an array of these for each row."""
+    """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):
         return rewards, {}
@@ -335,7 +335,7 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str,
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
     """Builds a column's fields of an Experience: one tensor [B, T, ...] (int32 becomes int64), or three if it is coded.
 
-    These three are the concatenated codes of all rows, and the start and the size in bytes of each row's codes, [B].
+    The three are the concatenated codes of all rows, and the start and size, in bytes, of each row's codes, [B].
     """
     column = column_of(field)
     assert column is not None

@@ -45,7 +45,7 @@ NEEDS_OUR_TRAINER = (
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
-ESS_WEIGHTS = "ess_weights"  # a key of the dict that `loss` returns
+ESS_WEIGHTS = "ess_weights"  # a key of the dict returned by `loss`
 CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of model calls that only the critic's loss reads
 
 
@@ -124,19 +124,19 @@ class RLModule(TrainedModule):
         reward_model: a network that scores whole trajectories, for example a RewardModel's export, with the policy's
             tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
             SGLang server: `{url: ...}`.
-        reward_model_coef: weight of that score.
+        reward_model_coef: weight of the reward model's score.
         workflow: a function that builds the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
             without the tokenizer. None uses SingleTurn, one completion per prompt.
-        workflow_workers: processes on rank 0's host that run the workflow, for engines with servers; 0 uses rank 0.
-        group_size: G, trajectories per prompt.
+        workflow_workers: number of processes on rank 0's host that run workflows, only with servers; 0 uses rank 0.
+        group_size: G, the number of trajectories per prompt.
         sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
         validation_sampling: how validation rollouts are sampled; None samples greedily with the same limits.
-        validation_group_size: completions per validation prompt; above 1 pass@k is reported too.
-        num_minibatches: updates in one pass over the iteration.
-        update_epochs: passes over the iteration, with the same minibatches in a different order.
-        microbatch_tokens: maximum number of tokens in one forward and backward.
-        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); N is the number of trained
-            tokens in the minibatch, B that of its trajectories.
+        validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
+        num_minibatches: number of updates in one pass over the iteration.
+        update_epochs: number of passes over the iteration, with the same minibatches in different orders.
+        microbatch_tokens: maximum number of tokens in one forward and backward pass.
+        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); the minibatch has N trained
+            tokens and B trajectories.
         lr: learning rate of the default AdamW.
         betas: the default AdamW's decay rates of both moments.
         eps: the default AdamW's epsilon.
@@ -144,7 +144,7 @@ class RLModule(TrainedModule):
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
-        reward_workers: processes that compute rewards, for a reward given by dotted path.
+        reward_workers: number of processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward; must be below StalenessControl's rollout_timeout_s.
         reward_memory_mib: memory limit of each reward process; None for no limit.
         reward_recycle_after: number of calls after which a reward process is replaced; None for never.
@@ -167,10 +167,10 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit that the loss needs complete: minibatches and microbatches never split it. With pairs, a group that loses
-    # a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
+    # The unit that the loss needs complete: minibatches and microbatches never split a unit. With pairs, a group that
+    # loses a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
-    # Weight of the value loss relative to the policy's, if both share a body.
+    # Weight of the value loss relative to the policy loss, if critic and policy share a body.
     value_coef: float = 0.5
     # The keys that `advantages` returns.
     advantage_keys: tuple[str, ...] = ("advantages",)
@@ -346,10 +346,10 @@ class RLModule(TrainedModule):
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
-        """Returns a weight for the loss of each row, a conversation; a trajectory with subagents has several rows.
+        """Returns a weight for each row's loss. A row is a conversation; a trajectory with subagents has several rows.
 
-        None, the default, weights each row by 1: a trajectory counts once, however many rows it has, and its tokens
-        count equally. A token shared by several rows belongs to the first. A per-trajectory loss is never weighted.
+        None, the default, gives each row the weight 1: a trajectory counts once, however many rows it has, and its
+        tokens count equally. A token shared by several rows belongs to the first. Per-trajectory losses get no weights.
 
         Args:
             row_tokens: int64 [R], the number of trained tokens in each row of a microbatch.
@@ -361,7 +361,7 @@ class RLModule(TrainedModule):
         return None
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
-        """Whether to skip the iteration's remaining minibatches, given the metrics of the last one."""
+        """Whether to skip the iteration's remaining minibatches, given the last minibatch's metrics."""
         return False
 
     def model_calls(self) -> list[ModelCall]:
@@ -377,7 +377,7 @@ class RLModule(TrainedModule):
         return calls
 
     def train_calls(self) -> list[ModelCall]:
-        """Returns the update of each trained model, in order; one optimizer step per minibatch performs them all."""
+        """Returns the update of each trained model, in order. One optimizer step per minibatch performs all updates."""
         scores = [key for call in self.model_calls() for key in call.outputs if key not in CRITIC_KEYS]
         calls = [ModelCall("policy_update", "policy", "train", ("behavior_logprobs", *scores, "advantages"))]
         if "critic" in self.trained_roles():
@@ -385,7 +385,7 @@ class RLModule(TrainedModule):
         return calls
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Returns trained parameters that this iteration leaves unchanged, with their optimizer state."""
+        """Returns trained parameters that this iteration leaves unchanged, including their optimizer state."""
         return ()
 
     def trained_roles(self) -> list[str]:
@@ -393,11 +393,11 @@ class RLModule(TrainedModule):
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
-        """Lists the roles whose weights are in checkpoints; the others are loaded again from their source."""
+        """Lists the roles whose weights are in checkpoints; other roles are loaded again from their source."""
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """Creates AdamW for the trained parameters, one group per role, with warm-up and decay per iteration."""
+        """Creates AdamW for the trained parameters, with one group per role, and a warm-up and decay by iteration."""
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         return self.add_schedule(adamw(self, self.parameter_groups(), **settings))
 
@@ -425,13 +425,13 @@ class RLModule(TrainedModule):
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Returns a checked graph of everything that an iteration computes, from the prompt to the updates.
 
-        It is built again only if the module's calls, models or sampling have changed.
+        The graph is built again only if the module's calls, models or sampling have changed.
 
         Args:
-            from_file: trajectories come from a file, so nothing is generated and no reward is computed.
+            from_file: True if trajectories come from a file, so nothing is generated and no reward is computed.
 
         Raises:
-            ValueError: if the calls do not form a graph (see DataFlowGraph), or a server cannot compute its call.
+            ValueError: if the calls do not form a valid graph (see DataFlowGraph), or a server cannot compute its call.
         """
         model_calls, train_calls, models = self.model_calls(), self.train_calls(), self.models()
         source = (model_calls, [call.run for call in model_calls], train_calls, models, self.sampling)
@@ -499,7 +499,7 @@ class RLModule(TrainedModule):
 
     @property
     def makes_one_update(self) -> bool:
-        """Whether an iteration has one update; the proximal policy is then the current one and costs nothing."""
+        """Whether an iteration has one update; the proximal policy is then the current policy and costs nothing."""
         return self.num_minibatches * self.update_epochs == 1
 
     @property
@@ -532,7 +532,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role separately, for any optimizer groups: a critic's gradients must not shrink the policy's."""
+        """Clips each role separately, for any optimizer groups: a critic must not shrink the policy's gradients."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for role_parameters in by_role(self, self.trained_roles(), parameters).values():
             role_optimizer: Any = SimpleNamespace(param_groups=[{"params": role_parameters}])
@@ -542,7 +542,7 @@ class RLModule(TrainedModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
-        """Rolls out the prompts of a validation, test or predict batch; its step gets groups with rewards."""
+        """Rolls out the prompts of a validation, test or predict batch, so that its step gets groups with rewards."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
@@ -555,7 +555,7 @@ class RLModule(TrainedModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Logs as Lightning does, but takes a tenth of the time for plain numbers of the current iteration.
 
-        The default `batch_size` is the number of trajectories; Lightning would infer one from tensors.
+        The default `batch_size` is the number of trajectories; Lightning would infer a size from tensors.
 
         Raises:
             RewardError: if `reward` calls it.

@@ -1,4 +1,4 @@
-"""Trainer: Lightning's Trainer with an engine. Installs RolloutLoop, adds default callbacks and calls the RL hooks.
+"""Trainer: Lightning's Trainer with an engine. Installs RolloutLoop, adds default callbacks and calls RL hooks.
 
 A plain LightningModule runs as in Lightning's Trainer.
 """
@@ -90,7 +90,7 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
-    # For the same reason batches have no dataset indices, which a prediction writer may ask for.
+    # For the same reason, batches have no dataset indices; a prediction writer may ask for them.
     (r"Couldn't infer the batch indices", UserWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
@@ -98,7 +98,7 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def ignore_srun_advice() -> None:
-    """Hides Lightning's advice to use `srun`, which it gives outside Slurm jobs too."""
+    """Hides Lightning's advice to use `srun`, which Lightning gives even outside Slurm jobs."""
     if "SLURM_JOB_ID" not in os.environ:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
@@ -158,18 +158,18 @@ class LightningSettings(TypedDict, total=False):
 
 
 class Trainer(RLTrainer):
-    """Lightning's Trainer for RLModules: every flag keeps its meaning, one training batch is one iteration.
+    """Lightning's Trainer for RLModules. Every flag keeps its meaning; one training batch is one iteration.
 
     Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a two-line progress bar unless you pass your own.
-    Unless you turn checkpoints off, it saves every 10 minutes in the background (`last-timed.ckpt`), and at the end,
-    on Ctrl-C, SIGTERM and errors, next to those of your ModelCheckpoint; without one, also after each epoch.
+    Unless you turn checkpoints off, it saves every 10 minutes in the background (`last-timed.ckpt`), at the end, and on
+    Ctrl-C, SIGTERM and errors, next to your ModelCheckpoint's files; without a ModelCheckpoint, also after each epoch.
 
     Args:
         engine: generates completions; None uses `LocalEngine()`, in this process.
-        callbacks: one or several, Lightning's and lightrl's.
-        strategy: an object or a name, Lightning's or lightrl's; `auto` is `FSDP2Strategy` with several devices.
+        callbacks: one or several callbacks, from Lightning or lightrl.
+        strategy: an object or a name, from Lightning or lightrl; `auto` is `FSDP2Strategy` with several devices.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
-        log_every_n_steps: as in Lightning; None logs every iteration of an RLModule, and every 50 for other modules.
+        log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
         kwargs: further arguments of Lightning's Trainer.
     """
 
@@ -185,7 +185,7 @@ class Trainer(RLTrainer):
         if kwargs.get("accelerator") == "gpu" and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
             raise ValueError(
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
-                "cpu, or install a torch that fits the driver (nvidia-smi shows whether there is one)."
+                "cpu, or install a torch build that fits the driver (nvidia-smi shows whether there is one)."
             )
         check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
@@ -235,9 +235,9 @@ class Trainer(RLTrainer):
             yield hook
 
     def call_rl_hook(self, name: str, *args: object) -> None:
-        """Calls an RL hook of all callbacks and of the module; a call from inside a hook waits until that hook ends.
+        """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all of them get `on_policy_updated` before `on_weights_synced`, which WeightSync's `on_policy_updated` calls.
+        So all get `on_policy_updated` before `on_weights_synced`, which WeightSync calls from its `on_policy_updated`.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -258,7 +258,7 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, to which callbacks write too. Every rank must read it: it is a collective.
+        """The run's folder, to which callbacks write too. All ranks must read it together, because it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
         or MLflow all runs share a folder. This is the folder of the first logger that has one per run, or otherwise
@@ -282,7 +282,7 @@ class Trainer(RLTrainer):
         """Trains a module; the arguments are Lightning's.
 
         Raises:
-            RuntimeError: if an earlier fit failed while it resumed: its checkpoint may be partly restored.
+            RuntimeError: if an earlier fit failed while it resumed, so that its checkpoint may be partly restored.
         """
         if self._restoring is not None:
             raise RuntimeError(
@@ -312,9 +312,9 @@ class Trainer(RLTrainer):
     def _checked(
         self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
     ) -> Iterator[None]:
-        """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings inside."""
+        """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings meanwhile."""
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
-        self._mute_checkpoints()  # until the stage runs: a half-restored state must not be saved
+        self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
@@ -356,16 +356,16 @@ class Trainer(RLTrainer):
                 self._new_folders, self._held = [], []
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs one of Lightning's functions; raises OtherRankFailed if another rank failed first."""
+        """Runs `fit`, `validate`, `test` or `predict`; raises OtherRankFailed if another rank failed first."""
         self._restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self._restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # an earlier fit's; without any, settings may still change
+            self.strategy.optimizers = []  # removes an earlier fit's; without optimizers, settings may still change
         try:
             if self.is_global_zero:
                 self._claim_folders()
             if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
-                keep_rows(self.loggers)  # Lightning would delete them, which is right only for a new run
+                keep_rows(self.loggers)  # Lightning would delete the rows, which is right only for a new run
             return super()._run(*args, **kwargs)
         except Exception as error:  # another rank's failure can cause any error here
             ranks = ranks_of(self.strategy)
@@ -373,7 +373,7 @@ class Trainer(RLTrainer):
             if ranks.failed_before is None or str(error) in ranks.failed_before:  # all ranks raised this same error
                 raise
             raise OtherRankFailed(
-                f"Rank {self.global_rank} could not continue because another rank failed first. Fix that; its "
+                f"Rank {self.global_rank} could not continue because another rank failed first. Fix that failure; its "
                 f"output is above.\n{ranks.failed_before}"
             ) from error
 
@@ -415,7 +415,7 @@ class Trainer(RLTrainer):
             loop.gate.begin()
             loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
-                inner.inference_mode = False  # a later weight load could not overwrite inference tensors
+                inner.inference_mode = False  # because a later weight load cannot overwrite inference tensors
             if self._logs_every_iteration:
                 self.log_every_n_steps = 1
             self._stage.open(module)
@@ -454,7 +454,7 @@ class Trainer(RLTrainer):
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
-            "No checkpoint was saved at %s: %s, so its groups would be trained on twice or never. Earlier "
+            "No checkpoint was saved at %s: %s, so a resumed run would train on groups twice or never. Earlier "
             "checkpoints, if any, are still there. Save between iterations, for example in on_train_batch_end.",
             path,
             self.rollout_loop.resume.why_no_checkpoint,
@@ -491,7 +491,7 @@ class Trainer(RLTrainer):
             if "://" not in str(folder) and not os.access(existing, os.W_OK):
                 raise ValueError(
                     f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
-                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to another folder."
+                    "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to a writable folder."
                 )
 
     def _claim_folders(self) -> None:

@@ -28,7 +28,7 @@ from lightrl.columns import TOKENS, TokenArray, as_columns, registered, reserve
 FinishReason = Literal["stop", "length", "abort"]
 
 JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
-JsonMapping: TypeAlias = Mapping[str, Any]  # the same, read-only
+JsonMapping: TypeAlias = Mapping[str, Any]  # a JsonObject that is only read
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
     """A task for the policy, with the data that the reward needs.
 
     `token_ids` or `messages` must be set; the data module computes `token_ids` from `messages` with the policy's chat
-    template. `images` are in the order of the messages' `{"type": "image"}` parts, and `token_ids` contains the image
+    template. `images` follow the order of the messages' `{"type": "image"}` parts, and `token_ids` contains the image
     tokens of each.
 
     Example:
@@ -56,7 +56,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, 0 before the prompt is rendered; a subclass with completions adds the longest of them."""
+        """Number of tokens, 0 before the prompt is rendered. A subclass with completions adds the longest one."""
         return len(self.token_ids or [])
 
     @property
@@ -112,11 +112,11 @@ CLOSED_THOUGHT = "|".join(rf"{re.escape(opens)}.*?{re.escape(closes)}" for opens
 _THOUGHT = "|".join(rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)" for opens, closes in _PAIRS)
 LEADING_THOUGHTS = re.compile(rf"\A(?:\s*(?:{_THOUGHT}))+", re.DOTALL)
 _PARTS = re.compile(
-    # thinking that the prompt opened
+    # thinking that began in the prompt
     rf"\A(?:(?!{THINKING_OPENS}).)*?(?!(?<={_QUOTE})(?:{THINKING_CLOSES}){_QUOTE})(?:{THINKING_CLOSES})"
     r"|(?P<code><tool_call>.*?</tool_call>|(?:^|(?<=[>\]]))[ \t>]*(?P<fence>`{3,}|~{3,}).*?(?:^[ \t>]*(?P=fence)|\Z))"
     rf"|{_THOUGHT}"
-    # markers that gpt-oss and others write around an answer
+    # markers that gpt-oss and other models write around an answer
     r"|(?P<mark><\|start\|>assistant|<\|channel\|>final(?: <\|constrain\|>\w+)?<\|message\|>"
     r"|<\|(?:START|END)_RESPONSE\|>|<\|(?:begin|end)_of_solution\|>)",
     re.DOTALL | re.MULTILINE,
@@ -126,7 +126,7 @@ _UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re
 
 
 def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, str]:
-    """Splits a completion into its thinking, without tags, and the answer; thinking that is never closed has no answer.
+    """Splits a completion into its thinking, without tags, and its answer, empty if the thinking is never closed.
 
     Tags inside a tool call, a fenced block or quotes belong to the answer.
 
@@ -155,7 +155,7 @@ def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, 
 
 
 def unclosed_thinking(text: str) -> str:
-    """Returns the thinking that a text opens but does not close; empty if there is none."""
+    """Returns the thinking that a text opens but does not close, or an empty string."""
     match = _UNCLOSED.search(text)
     return match[0] if match else ""
 
@@ -215,14 +215,14 @@ class Sampling:
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        """Returns a copy with another seed, without checking the other fields again."""
+        """Returns a copy with this seed, without checking the other fields again."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are sampled from part of the vocabulary, which is then recorded as their support."""
+        """Whether tokens are sampled from only part of the vocabulary, which is then recorded as their support."""
         return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
 
     @property
@@ -240,7 +240,7 @@ class Turn:
     finish_reason: FinishReason = "stop"
 
 
-Span = tuple[int, int]  # tokens from start to end
+Span = tuple[int, int]  # start and end of a range of tokens
 
 
 def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[Span]]:
@@ -248,7 +248,7 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
 
     Args:
         num_tokens: T.
-        branches: the tokens with a nonzero gap, in order, and their gaps.
+        branches: (token, gap) for each token with a nonzero gap, in order.
     """
     starts, predecessors = [0], [-1]  # first token of each part, and the token before it in its conversation
     for start, gap in branches:
@@ -295,9 +295,9 @@ class Trajectory:
     behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
     weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
-    completion: str  # the last turn's text, without end tokens; includes the <think> that the prompt ends with
+    completion: str  # the last turn's text, without end tokens; starts with <think> if the prompt ends with it
     finish_reason: FinishReason = "stop"  # of the last turn: stop, length or abort
-    is_truncated: bool = False  # ended by a length limit
+    is_truncated: bool = False  # whether a length limit ended it
     reward: float | None = None  # None until it is computed
     # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
@@ -348,28 +348,28 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the tokens that the policy generated; -1 if it generated none."""
+        """The lowest weight version of the tokens that the policy generated; -1 without such tokens."""
         runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
         return min((version for version, _ in runs if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version of the tokens; -1 if the policy generated none."""
+        """The highest weight version of the tokens that the policy generated; -1 without such tokens."""
         runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
         return max((version for version, _ in runs), default=-1)
 
     @property
     def rows(self) -> list[list[Span]]:
-        """The tree's conversations, each as the spans of `token_ids` up to its last token; without gaps there is one.
+        """The tree's conversations, each as spans of `token_ids` up to its last token. Without gaps, there is only one.
 
-        A token that several rows share is trained in the first of them.
+        A token that several rows share is trained only in the first of these rows.
         """
         gaps = enumerate(self.gaps or ())
         return rows_of(len(self.token_ids), [(index, gap) for index, gap in gaps if gap])
 
     @property
     def first_branch(self) -> int:
-        """Index of the token that begins the first branch; T if there is none."""
+        """Index of the token that begins the first branch; T without branches."""
         return next((index for index, gap in enumerate(self.gaps or ()) if gap), len(self.token_ids))
 
     @property
@@ -378,7 +378,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str:
-        """The completion without its thinking; empty if it was cut off, or ended, while thinking."""
+        """The completion without its thinking; empty if the completion ends inside the thinking."""
         return split_thinking(self.completion)[1]
 
     @property
@@ -388,7 +388,7 @@ class Trajectory:
 
     @property
     def accuracy(self) -> float:
-        """The metric `accuracy` if there is one; otherwise 1.0 for a reward of at least 1, 0.0 below."""
+        """The metric `accuracy` if there is one; otherwise 1.0 if the reward is at least 1, else 0.0."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
@@ -401,7 +401,7 @@ class Trajectory:
         return copy
 
     def to_bytes(self, prompt: bytes | None = None, *, for_training: bool = True) -> bytes:
-        """Encodes for other processes and checkpoints, without an object for each token. The layout:
+        """Encodes the trajectory for other processes and checkpoints, without an object for each token. The layout:
 
             length of the prompt's JSON, length of the other JSON (8 bytes each) | both | per-token fields as stored
 
@@ -507,7 +507,7 @@ def _is_hidden(name: str) -> bool:
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, in sample order; dropped ones are not included."""
+    """The trajectories of one prompt, in sample order, without dropped trajectories."""
 
     id: int  # position in the prompt stream
     prompt: Prompt  # of all its trajectories
@@ -515,12 +515,12 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the group's tokens; -1 if the policy generated none."""
+        """The lowest weight version of the group's tokens; -1 without generated tokens."""
         versions = (trajectory.oldest_version for trajectory in self.trajectories)
         return min((version for version in versions if version >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:
-        """Encodes as JSON for checkpoints: trajectories as base64, and the prompt that they share only once."""
+        """Encodes the group as JSON for checkpoints: trajectories as base64, and their prompt only once."""
         texts = []
         for trajectory in self.trajectories:
             shares_prompt = trajectory.prompt is self.prompt or trajectory.prompt == self.prompt
@@ -534,7 +534,7 @@ class Group:
 
 
 def encode_json(value: object) -> bytes:
-    """Encodes prompts, trajectories and containers of them as one line of JSON.
+    """Encodes prompts, trajectories, or containers of these as one line of JSON.
 
     Raises:
         TypeError, ValueError: if JSON cannot represent a part of it.
@@ -579,7 +579,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
                 trajectory = Trajectory.from_json(record.get("trajectory", record))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 problem = f"is not a trajectory of TrajectoryLog or a failed reward ({type(error).__name__}: {error})"
-                raise ValueError(f"{where} {problem}. Remove the line, or pass another file.") from error
+                raise ValueError(f"{where} {problem}. Remove the line, or pass a different file.") from error
             yield where, record, trajectory
 
 
@@ -594,7 +594,7 @@ _LENGTHS = struct.Struct("<qq")
 
 
 def sampling_seed(run_seed: int, prompt_id: str, sample: int, turn: int = 0) -> int:
-    """Computes the seed of one generation, in [0, 2^63); it is the same on any machine and in any order of arrival."""
+    """Computes the seed of one generation, in [0, 2^63). It does not depend on the machine or the order of requests."""
     text = f"{run_seed}/{prompt_id}/{sample}/{turn}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 

@@ -1,9 +1,9 @@
 """Algorithms ready to use: RLModules with a loss, and supervised training. Each is a short file.
 
 Reading order:
-    grpo.py       GRPO, with settings for what its relatives change
+    grpo.py       GRPO, with a setting for everything that its relatives change
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
-    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: GRPO with some settings fixed;
+    relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: variants of GRPO;
                   OAPL, TOPR, DPPO for stale trajectories
     ppo.py        PPO: a critic instead of groups
     distillation.py  learning from a teacher's distribution at each token that the policy generates

@@ -24,11 +24,11 @@ from lightrl.trajectory import Trajectory
 class Distillation(GRPO):
     """On-policy distillation: moves the policy towards a teacher on the policy's own completions.
 
-    Without `teacher_topk` it minimizes the reverse KL, KL(policy ‖ teacher), by policy gradient: a token's advantage is
+    Without `teacher_topk` it minimizes the reverse KL, KL(policy ‖ teacher), by policy gradient. A token's advantage is
     the teacher's logprob minus the behavior policy's. Every token gets a signal, and no reward is needed.
 
-    With `teacher_topk=K` the loss of a token is a divergence between both distributions at its position, over the
-    teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`). This is far less noisy and
+    With `teacher_topk=K` a token's loss is a divergence between both models' distributions at its position, over the
+    teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`). This is far less noisy, but
     costs 12 · K bytes and K more logprobs per token. Its gradient does not depend on how the trajectory was sampled, so
     stale trajectories need no importance weights.
 
@@ -46,9 +46,9 @@ class Distillation(GRPO):
         teacher: the model to imitate; frozen.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share of the mixture that `jsd` compares both models with, between 0 and 1.
-        reward: computed and logged; trained on only with `reward_coef`.
-        reward_coef: weight of GRPO's group advantages, added to the teacher's.
+        jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
+        reward: is computed and logged, but trained on only with `reward_coef`.
+        reward_coef: weight of GRPO's group advantages, which are added to the teacher's advantages.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
         kwargs: further arguments of GRPO.
     """
@@ -75,7 +75,7 @@ class Distillation(GRPO):
         check_divergence(divergence, jsd_beta)
         if teacher_topk is None and divergence != "reverse_kl":
             raise ValueError(
-                f"divergence={divergence!r} needs teacher_topk: the sampled tokens alone give reverse_kl. Set "
+                f"divergence={divergence!r} needs teacher_topk, because sampled tokens alone give reverse_kl. Set "
                 "teacher_topk, for example to 32."
             )
         if divergence != "jsd":
@@ -108,7 +108,7 @@ class Distillation(GRPO):
     def configure_model(self) -> None:
         super().configure_model()
         for role in ("policy", "teacher") if self.teacher_topk else ():
-            if not hasattr(self, role):  # behind a server
+            if not hasattr(self, role):  # its model is on a server
                 continue
             num_ids = getattr(self, role).config.get_text_config().vocab_size
             if self.teacher_topk > num_ids:
@@ -118,7 +118,7 @@ class Distillation(GRPO):
                 )
 
     def reward(self, trajectory: Trajectory) -> object:
-        """Returns 0; replaced by `reward=` if it is given."""
+        """Returns 0. A function given as `reward=` replaces this hook."""
         return 0.0
 
     def models(self) -> dict[str, Role]:
@@ -158,7 +158,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raises ValueError if a top-k id is outside the policy's vocabulary, as a teacher's server may return."""
+        """Raises ValueError if a top-k id is outside the policy's vocabulary; a teacher's server may return one."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

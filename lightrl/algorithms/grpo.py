@@ -1,4 +1,4 @@
-"""GRPO: group relative policy optimization, with settings for what its relatives change."""
+"""GRPO: group relative policy optimization, with a setting for everything that its relatives change."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class GRPO(RLModule):
 
     The clip is centered on the behavior policy, as in PPO. With `decoupled` it is centered on the proximal policy, the
     policy at the start of the update, and the loss is weighted by proximal ÷ behavior. These weights correct for stale
-    trajectories and for numerical differences between engine and trainer, which the plain clip would cut off. With a
-    bound, they are truncated (TIS) or masked (MIS, IcePop) importance sampling: see docs/algorithms.md.
+    trajectories and for numerical differences between engine and trainer, which the plain clip would cut off. With
+    bounded weights, this is truncated (TIS) or masked (MIS, IcePop) importance sampling; see docs/algorithms.md.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; decoupled loss, https://arxiv.org/abs/2505.24298.
 
@@ -91,10 +91,10 @@ class GRPO(RLModule):
         advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
         advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
         leave_one_out: exclude the trajectory itself from its mean.
-        decoupled: True, or ImportanceWeights for bounded weights; see above.
+        decoupled: True for the decoupled loss described above, or ImportanceWeights to bound its weights.
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
-        overlong_penalty: added to the reward of completions near the length limit.
+        overlong_penalty: a penalty added to the reward of completions near the length limit.
         reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
         kwargs: further arguments of RLModule.
     """
@@ -232,7 +232,7 @@ class GRPO(RLModule):
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """Returns 1 where the clip of `policy_loss` acts, 0 elsewhere, [B, T]."""
+        """Returns 1 where the clip of `policy_loss` takes effect, 0 elsewhere, [B, T]."""
         return is_clipped(ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:

@@ -1,4 +1,4 @@
-"""PPO: proximal policy optimization with a critic; GRPO's clipped loss with advantages per token."""
+"""PPO: proximal policy optimization with a critic, which is GRPO's clipped loss with per-token advantages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 class EarlyStop:
     """Skips an iteration's remaining updates once the policy has moved too far.
 
-    The distance is measured from the center of the clip. With `decoupled` that is the policy at the start of the
+    The distance is measured from the center of the clip. With `decoupled` the center is the policy at the start of the
     iteration, so stale tokens cannot trigger a stop; otherwise it is the behavior policy.
 
     Args:
@@ -76,14 +76,14 @@ class AllButCritic(FamilySettings, ReductionSettings, ClipSettings, RatioSetting
 class PPO(GRPO):
     """A clipped policy gradient whose baseline is a critic, a network that predicts the future reward at each token.
 
-    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in its own
+    One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a separate
     parameter group. The decoupled and dual-clipped variants are settings of GRPO's loss.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
 
     Args:
         policy: the model to train.
-        critic: the checkpoint that the critic starts from, a language model or a reward model; None uses the policy's.
+        critic: the checkpoint that the critic starts from: a language or reward model. None uses the policy's.
             `shared` makes the critic a head on the policy's body: one backward pass, no second model. The head starts
             at 0 and is saved only in checkpoints.
         gamma: discount per loss token.
@@ -92,16 +92,16 @@ class PPO(GRPO):
             reward already accounts for truncation, for example by treating a completion at the length limit as wrong.
         value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
         huber_delta: error above which the critic's loss grows linearly; None squares every error.
-        value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all
-            returns so far or `exponential` statistics of recent returns; None predicts the returns themselves.
+        value_normalization: make the critic predict (return - mean) / deviation, with `running` statistics of all
+            returns so far or `exponential` statistics of recent returns. None makes it predict the returns.
         value_decay: decay of the `exponential` statistics per iteration.
         value_coef: weight of the critic's loss if it shares the policy's body.
         critic_warmup_iterations: number of iterations at the start that train only the critic, or only its head if it
             shares the policy's body.
         whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
-        early_stop: skips updates once the policy has moved too far.
-        kwargs: GRPO's, except its group statistics.
+        early_stop: skip updates once the policy has moved too far.
+        kwargs: arguments of GRPO, except its group statistics.
     """
 
     advantage_keys = ("advantages", "returns")
@@ -193,7 +193,7 @@ class PPO(GRPO):
         return [dataclasses.replace(calls[0], inputs=inputs)]
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Returns the policy's parameters while only the critic's head on its body trains, otherwise none."""
+        """Returns the policy's parameters while only the critic's head on its body trains; otherwise no parameters."""
         return self.policy.parameters() if self.is_warming_up and self.shares_body else ()
 
     def saved_roles(self) -> list[str]:
@@ -201,7 +201,7 @@ class PPO(GRPO):
 
     @property
     def _moving_kl(self) -> AdaptiveKL | None:
-        """The KL term, if its reference policy moves."""
+        """The KL term if its reference policy moves, otherwise None."""
         return None if self.reference_kl is None or self.reference_kl.decay is None else self.reference_kl
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
@@ -263,7 +263,7 @@ class PPO(GRPO):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether this iteration trains only the critic; False outside a run, so that a plan shows all calls."""
+        """Whether this iteration trains only the critic. False outside a run, so that a plan shows all calls."""
         return self.is_attached and self.weight_version < self.critic_warmup_iterations
 
     def is_update_the_last(self, metrics: dict[str, float]) -> bool:
@@ -286,12 +286,12 @@ class PPO(GRPO):
         if saved is not None and (saved.get("body") is not None) != self.shares_body:
             raise ValueError(
                 f"The checkpoint's critic is {'a separate model' if self.shares_body else 'a head on the policy'}, "
-                "but this run's is not. Set critic as in that run, or start a new run from exports of the checkpoint's "
-                "policy and critic."
+                "but this run's critic is not. Set critic as in that run, or start a new run from exports of the "
+                "checkpoint's policy and critic."
             )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")
-        if state is None:  # another algorithm's checkpoint: only its policy is restored
+        if state is None:  # a checkpoint of a different algorithm: only the policy is restored
             return
         controller = self.kl_controller
         if controller is not None and controller.target_nats is not None and state["kl_coef"] > 0:

@@ -1,4 +1,4 @@
-"""The KL divergence from a reference policy: added to the loss, or subtracted from the reward.
+"""The KL divergence from a reference policy, which is added to the loss or subtracted from the reward.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -21,7 +21,7 @@ from lightrl.strategies import local
 
 @dataclass(frozen=True)
 class ReferenceKL:
-    """A KL term: how far the policy is from a fixed reference policy, at each sampled token.
+    """A KL term that measures, at each sampled token, how far the policy is from a fixed reference policy.
 
     Args:
         coef: weight of the term, above 0.
@@ -37,7 +37,7 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ValueError(f"coef of reference must be above 0, got {self.coef}. Leave out reference for no KL.")
+            raise ValueError(f"coef of reference must be above 0, got {self.coef}. Leave out reference for no KL term.")
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
@@ -58,7 +58,7 @@ class ReferenceKL:
         return policy.initial if self.model is None else Role.of(self.model)
 
     def score_call(self, policy: Role) -> ModelCall:
-        """Returns the model call that computes `reference_logprobs`."""
+        """Returns a model call that computes `reference_logprobs`."""
         role = "policy" if self.role(policy) is None else "reference"
         outputs = ("reference_logprobs",)
         return ModelCall(outputs[0], role, "infer", ("token_ids",), outputs, base_only=role == "policy")
@@ -71,10 +71,10 @@ class ReferenceKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL(ReferenceKL):
-    """PPO's KL term: in the reward or in the loss, with a weight that can adapt and a reference that can move.
+    """PPO's KL term, in the reward or in the loss; its weight can adapt, and its reference can move.
 
     Args:
-        coef, model, estimator: as in ReferenceKL; `coef` is the weight at the start.
+        coef, model, estimator: as in ReferenceKL; `coef` is the initial weight.
         in_reward: subtract the KL from each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token at this target; None keeps the weight fixed.
         horizon: number of trajectories over which the weight adapts; see KLController.
@@ -124,7 +124,7 @@ class AdaptiveKL(ReferenceKL):
             )
 
     def check_models(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-        """Raises ValueError if a moving reference differs from the policy in the name or shape of a parameter."""
+        """Raises ValueError if a moving reference and the policy have parameters of different names or shapes."""
         left, right = (
             {name: tuple(value.shape) for name, value in model.named_parameters()} for model in (reference, policy)
         )
@@ -138,7 +138,7 @@ class AdaptiveKL(ReferenceKL):
 
     @torch.no_grad()
     def move(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-        """Moves the reference towards the policy; both are sharded alike, so each process moves its own shard."""
+        """Moves the reference towards the policy. Both are sharded alike, so each process moves only its shards."""
         assert self.decay is not None
         for old, new in zip(reference.parameters(), policy.parameters(), strict=True):
             local(old).lerp_(local(new).to(local(old)), 1 - self.decay)

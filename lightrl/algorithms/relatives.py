@@ -1,6 +1,6 @@
-"""GRPO's relatives: each fixes a few settings of GRPO or replaces its loss, and is named as in its paper.
+"""GRPO's relatives: each fixes a few of GRPO's settings or replaces its loss, and is named as in its paper.
 
-The last three are for stale trajectories; their importance weights are at most 1."""
+The last three are for stale trajectories: none of them uses importance weights above 1."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class DrGRPO(GRPO):
 class DAPO(GRPO):
     """GRPO with clip-higher and a loss averaged over tokens. `overlong_penalty` is the paper's soft punishment.
 
-    Its dynamic sampling, which drops groups whose rewards are all equal, is the callback `DynamicSampling()`.
+    The callback `DynamicSampling()` adds the paper's dynamic sampling, which drops groups whose rewards are all equal.
 
     Source: https://arxiv.org/abs/2503.14476.
     """
@@ -252,7 +252,7 @@ class SAPO(GRPO):
 class LitePPO(GRPO):
     """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.
 
-    The deviation is from the mean of all rewards in the batch; in AReaL it is from the group means.
+    The standard deviation is around the mean of all rewards in the batch; in AReaL it is around the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -283,9 +283,9 @@ class ReinforcePlusPlus(GRPO):
     Source: https://arxiv.org/abs/2501.03262.
 
     Args:
-        advantage_mean: `group` first subtracts the group's mean reward, the paper's variant with a baseline.
+        advantage_mean: `group` first subtracts the group's mean reward; this is the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
-        kwargs: GRPO's, except its other statistics.
+        kwargs: arguments of GRPO, except its other statistics.
     """
 
     kl_in_reward = True
@@ -321,11 +321,11 @@ class ReinforcePlusPlus(GRPO):
 
 
 class M2PO(GRPO):
-    """Masks tokens instead of clipping: those with the largest squared log-ratios, until the rest's mean is in bounds.
+    """Instead of clipping, masks the tokens with the largest squared log-ratios, until the others' mean is in bounds.
 
-    It is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
-    the proximal with the behavior policy, once for the whole iteration, which costs a forward pass. A masked token
-    still counts in the loss's denominator.
+    M2PO is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
+    the proximal policy with the behavior policy, once per iteration, which costs a forward pass. A masked token still
+    counts in the loss's denominator.
 
     Source: https://arxiv.org/abs/2510.01161, also for the threshold.
 
@@ -351,7 +351,7 @@ class M2PO(GRPO):
 
     def model_calls(self) -> list[ModelCall]:
         calls = super().model_calls()
-        if not any("proximal_logprobs" in call.outputs for call in calls):  # the mask needs them even with one update
+        if not any("proximal_logprobs" in call.outputs for call in calls):  # needed even with a single update
             calls.insert(0, ModelCall("proximal_logprobs", "policy", "infer", ("token_ids",), ("proximal_logprobs",)))
         return calls
 
@@ -366,9 +366,9 @@ class M2PO(GRPO):
 
 
 class OAPL(GRPO):
-    """Regresses the log-ratio (policy ÷ behavior policy) on an optimal advantage, so staleness needs no correction.
+    """Regresses the log-ratio (policy ÷ behavior policy) on an optimal advantage, so stale data needs no correction.
 
-    A trajectory's loss is the sum over its tokens; `fixed` divides it by a constant. The sum also accumulates the
+    A trajectory's loss is the sum over its tokens, divided by a constant (`fixed`). The sum also accumulates the
     engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
 
     Source: https://arxiv.org/abs/2602.19362, with one temperature instead of two.
@@ -419,7 +419,7 @@ class OAPL(GRPO):
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; the weight of the others falls with their likelihood.
+    """Imitates trajectories that were better than expected; the weights of all others fall with their likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """

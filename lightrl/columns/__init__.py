@@ -3,11 +3,11 @@
     engine ──► Completion ──► draft, Conversation ──► Trajectory ──► Experience ──► forward and loss
                columns=       extended, joined, cut    columns=      fields of [B, T]
 
-All code on this path loops over the columns, and names none of them.
+All code on this path loops over the columns and never names one.
 
 Reading order:
     column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
-    supports.py, routes.py, gaps.py, rewards.py  one column each
+    supports.py, routes.py, gaps.py, rewards.py  declare one column each
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 

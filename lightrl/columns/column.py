@@ -1,6 +1,6 @@
 """Column: data that travels with tokens, and how to join, cut and pad it; the registry of a run's columns.
 
-TokenArray: the numbers of a column in one Python object. Plain Python, because reward workers use it.
+TokenArray: a column's numbers in one Python object. All of this is plain Python, because reward workers use it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class TokenArray(Sequence[_Number]):
 
     @property
     def stored(self) -> tuple[bytes, bytes]:
-        """The numbers in this machine's byte order, and the int32 ends of their runs, empty without runs."""
+        """The numbers in this machine's byte order, and the int32 ends of their runs; no ends without runs."""
         return bytes(self._values), self._ends
 
     @classmethod
@@ -145,7 +145,7 @@ class TokenArray(Sequence[_Number]):
 
     def numpy(self) -> Any:
         """Returns a read-only array [T] of the same dtype, faster than `numpy.asarray`."""
-        import numpy as np  # late, because reward workers do without it
+        import numpy as np  # late, because reward workers do not load numpy
 
         return np.frombuffer(self._bytes(), self.code)
 
@@ -196,12 +196,12 @@ class Column:
         name: the column's name in a Completion and in a Trajectory.
         code: the dtype code of its TokenArray.
         fill: the value of tokens without one, which the policy did not sample, and of padding.
-        as_runs: store runs, because neighboring tokens usually have equal values.
-        width: numbers per token; None if it depends on the model.
-        field: its name in an Experience, where float64 becomes float32 and int32 becomes int64; None for `name`.
+        as_runs: store runs; useful if neighboring tokens usually have equal values.
+        width: number of values per token; None if it depends on the model.
+        field: its name in an Experience, where float64 becomes float32 and int32 becomes int64. None means `name`.
         is_hidden: hide it from user code and reward workers.
-        is_model_input: models read it in a forward pass; otherwise only the loss does.
-        is_of_sampler: the only model that reads it is the policy that sampled the tokens.
+        is_model_input: models read it in a forward pass; otherwise only the loss reads it.
+        is_of_sampler: among models, only the policy that sampled the tokens reads it.
     """
 
     name: str
@@ -219,13 +219,13 @@ class Column:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The column's fields in an Experience; codes have two more, the start and size in bytes of each row's code."""
+        """The column's fields in an Experience; codes have two more: start and size, in bytes, of each row's codes."""
         field = self.field or self.name
         return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
 
     @property
     def dtype(self) -> str:
-        """The numpy dtype in which the values are sent to ranks."""
+        """The numpy dtype in which the values are sent between ranks."""
         return "float32" if self.code == "d" else DTYPES[self.code]
 
     def array(self, values: Iterable[Any]) -> Values:
@@ -256,7 +256,7 @@ class Column:
         )
 
     def requirement(self, sampling: Any) -> str | None:
-        """Returns why an engine must return this column under this Sampling; None if it need not."""
+        """Returns why an engine must return this column with this Sampling; None if the engine need not."""
         return None
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
@@ -268,11 +268,11 @@ class Column:
         return TokenArray.joined(arrays, self.code, as_runs=self.as_runs)
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Appends a completion's values, `new`, to a conversation's; None appends fill values for unsampled tokens."""
+        """Appends a completion's values `new` to a conversation's; None appends fill values, for unsampled tokens."""
         return self.joined([(before, num_before), (new, num_new)])
 
     def of_completion(self, values: Values, num_prompt: int, num_tokens: int) -> Values:
-        """Inverts `extended`: returns a completion's values, given those of prompt and completion together."""
+        """Inverts `extended`: returns a completion's values, given the values of prompt and completion together."""
         return self.cut(values, num_tokens, [(num_prompt, num_tokens)])
 
     def cut(self, values: Values, num_tokens: int, spans: Sequence[tuple[int, int]]) -> Values:
@@ -305,7 +305,7 @@ class Column:
         return arrays if self.is_coded or self.width == 1 else [array.reshape(-1, width) for array in arrays]
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Returns the values for a trajectory without the column, if others have it."""
+        """Returns the values for a trajectory without the column, if other trajectories have it."""
         return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:
@@ -314,7 +314,7 @@ class Column:
         return len(values) // num_tokens if num_tokens else 0
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
-        """Returns where the values of these tokens start; `num_tokens` stands for the end."""
+        """Returns the index at which each of these tokens' values start; `num_tokens` stands for the end."""
         width = self._width(values, num_tokens)
         return [token * width for token in tokens]
 
@@ -335,7 +335,7 @@ _reserved: set[str] = set()  # field names of records, which a column would over
 
 
 def reserve(names: Iterable[str]) -> None:
-    """Reserves the names of a record's fields; raises ValueError if a column has one of them."""
+    """Reserves the names of a record's fields; raises ValueError if a column already has one of these names."""
     _reserved.update(names)
     if taken := _reserved & {name for column in _columns.values() for name in (column.name, *column.fields)}:
         raise ValueError(f"A column cannot be named {min(taken)!r}, which is a field of a record. Choose another name.")
@@ -347,7 +347,7 @@ def register(column: Column) -> None:
     Every process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
 
     Raises:
-        ValueError: if another column or a record's field already has the column's name, or that of one of its fields.
+        ValueError: if the column's name, or the name of one of its fields, is already taken.
     """
     for name in {column.name, *column.fields}:
         if name in _reserved:
@@ -377,7 +377,7 @@ def column_of(field: str) -> Column | None:
 
 
 def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
-    """Converts columns' values to TokenArrays, and drops None; raises ValueError if a column is not registered."""
+    """Converts the values of columns to TokenArrays, and drops None. ValueError if a column is not registered."""
     return {
         name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
         for name, numbers in values.items()
@@ -386,7 +386,7 @@ def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
 
 
 def extended(before: Columns, num_before: int, new: Columns, num_new: int) -> dict[str, Values]:
-    """Appends a completion's columns, `new`, to a conversation's; `new` is {} for tokens that the policy only read.
+    """Appends a completion's columns `new` to a conversation's; `new` is {} for tokens that the policy only read.
 
     Example, in a workflow with one completion:
         Trajectory(..., columns=extended({}, len(prompt.token_ids), completion.columns, len(completion.token_ids)))
@@ -404,5 +404,5 @@ def joined(left: Columns, num_left: int, right: Columns, num_right: int) -> dict
 
 
 def cut(columns: Columns, num_tokens: int, start: int, end: int) -> dict[str, Values]:
-    """Returns the columns of a trajectory's tokens from `start` to `end`."""
+    """Returns a trajectory's columns for its tokens from `start` to `end`."""
     return {name: column_named(name).cut(values, num_tokens, [(start, end)]) for name, values in columns.items()}

@@ -12,10 +12,10 @@ NATIVE = 255  # the value of every byte of a token's routes if its experts are u
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """Routes of tokens. A completion's include its prompt's, but not its last token's, which no model has read yet."""
+    """Routes of tokens. A completion has its prompt's routes, but not its last token's, which no model has read."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
-        """Extends the routes; where the engine has recomputed tokens of the prompt, their new routes replace the old.
+        """Extends the routes. If the engine has recomputed tokens of the prompt, their new routes replace the old ones.
 
         Raises:
             EngineError: if the number of routes does not match the number of tokens.
@@ -28,10 +28,10 @@ class _Routes(Column):
         if num_rows < 1 or len(new) % num_rows:
             raise EngineError(
                 f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and a "
-                f"completion of {num_new}. Each token but the last needs the same number."
+                f"completion of {num_new}. Each token but the last must have the same number."
             )
         rows = new.numpy().reshape(num_rows, -1)
-        rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])  # the last token's are unknown
+        rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])  # the last token's routes are unknown
         if before is not None:
             old = before.numpy().reshape(num_before, -1)
             is_known = (rows[:num_before] != NATIVE).any(1, keepdims=True)

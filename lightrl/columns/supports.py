@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from lightrl.columns.column import Column, Values
 
-EVERY_TOKEN = b"\x01"  # code of a token that was not sampled, or sampled from the whole vocabulary
+EVERY_TOKEN = b"\x01"  # the code of a token that was not sampled, or was sampled from the whole vocabulary
 
 
 def support_ends(codes: Any) -> Any:

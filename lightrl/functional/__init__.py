@@ -3,17 +3,17 @@
 Sums over microbatches and ranks happen outside. Functions check shapes and settings on entry and raise ValueError.
 
 Reading order:
-    logprobs.py     logits or hidden states → logprobs and entropies; the one shift by one
+    logprobs.py     logits or hidden states → logprobs and entropies; the only file that shifts by one
     advantages.py   rewards → advantages
-    values.py       a critic's values → advantages and returns (GAE); its loss and normalization; reward shaping
+    values.py       a critic's values → advantages and returns (GAE); value loss and normalization; reward shaping
     losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry;
                     KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
     importance.py   importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
-    branches.py     a trajectory's tree of conversations as rows for a model, and its outputs in tree order again
+    branches.py     turns a trajectory's tree of conversations into a model's rows, and outputs back into tree order
     packing.py      batches rows with little padding
-    supports.py     the tokens that truncated sampling could choose: their encoding, and the softmax over them
+    supports.py     the tokens that truncated sampling could choose: how they are encoded, and the softmax over them
 
 May import: errors, checks, columns, trajectory.
 

@@ -1,6 +1,6 @@
 """Computes advantages from rewards: how much better each trajectory is than expected.
 
-Shapes: B trajectories, all of the iteration's, so that statistics do not depend on how ranks divide the work.
+Shapes: B, all trajectories of the iteration, so that statistics do not depend on how ranks divide the work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def group_advantages(
     unbiased: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes (r - mean) / (std + eps); mean and std are those of the trajectory's group or of the batch, or left out.
+    """Computes (r - mean) / (std + eps), with mean and std over the trajectory's group or over the batch, or without.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
     `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).
@@ -36,7 +36,7 @@ def group_advantages(
     Args:
         rewards: [B].
         group_ids: int [B]; trajectories with the same id form a group, of any size, in any order.
-        mean: the baseline is the mean of the group or the batch; None for no baseline.
+        mean: use the mean of the group or the batch as the baseline; None for no baseline.
         std: divide by the standard deviation of the group or the batch; None for no division.
         leave_one_out: exclude the trajectory itself from its mean.
         unbiased: divide the variance by n - 1 instead of n.
@@ -150,7 +150,7 @@ def _count_and_mean(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _are_equal(values: Tensor, indices: Tensor) -> Tensor:
-    """Whether all values in a trajectory's group are equal, [B]. Their computed deviation may be 1e-17 instead of 0."""
+    """Whether all values in a trajectory's group are equal, [B]; their computed deviation may be 1e-17 instead of 0."""
     lowest = torch.zeros_like(values).scatter_reduce(0, indices, values, "amin", include_self=False)
     highest = torch.zeros_like(values).scatter_reduce(0, indices, values, "amax", include_self=False)
     return lowest.eq(highest).index_select(0, indices)

@@ -1,6 +1,6 @@
-"""Turns trajectories that are trees of conversations into rows for a model, and its outputs back into tree order.
+"""Turns trees of conversations into rows that a model reads, and the model's outputs back into tree order.
 
-A tree stores each token once; a row is one conversation, from its first token to its last. A model reads whole rows, so
+A tree stores each token once. A row is one conversation, from its first token to its last. A model reads whole rows, so
 it reads a token that several conversations share once per row. Only its output in the first row is used:
 
     tree   p a s x o b          rows   s x          first   ✓ ✓
@@ -79,8 +79,8 @@ class BranchRows:
         return torch.where(is_token[(...,) + (None,) * (picked.dim() - 2)], picked, picked.new_full((), fill))
 
     def join(self, values: Tensor) -> Tensor:
-        """Gathers outputs [R, W, ...] into tree order [B, T, ...], each from the token's first row; keeps the gradient.
+        """Copies outputs [R, W, ...] to tree order [B, T, ...], each from the token's first row; keeps the gradient.
 
-        The padding gets the output of row 0's first token, which is 0 because nothing predicts it.
+        Padding becomes 0: it reads row 0, column 0, which has no prediction.
         """
         return values[self.tree_rows, self.tree_columns]

@@ -1,7 +1,7 @@
 """Asynchronous copies to a device, which keep the original so that the host can read values without waiting.
 
-To read a number from a GPU, the host waits until the GPU has finished all queued work, and the GPU then stands idle.
-Lengths and masks that the host needs are therefore read from the host tensor that was copied.
+To read a number from a GPU, the host waits until the GPU has finished all queued work, and then the GPU is idle. The
+host therefore reads the lengths and masks that it needs from the host tensor that was copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Returns the original of a `to_device` copy if neither has changed since; otherwise copies and waits."""
+    """Returns the original of a `to_device` copy if neither has changed since; otherwise copies it back and waits."""
     if tensor.device.type == "cpu":
         return tensor
     source, source_version, version = getattr(tensor, "host_copy", (None, 0, 0))

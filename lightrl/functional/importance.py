@@ -21,7 +21,7 @@ WeightLevel = Literal["token", "sequence", "product"]
 WeightMetric = Literal["ratio", "k1", "k2", "k3"]
 WeightAggregation = Literal["mean", "sum", "max"]
 
-# How each level reduces the log-ratios of a trajectory's tokens to one number; None keeps one per token.
+# How each level reduces a trajectory's log-ratios to one number; None keeps one number per token.
 _AGGREGATION_BY_LEVEL: dict[str, WeightAggregation | None] = {"token": None, "sequence": "mean", "product": "sum"}
 
 
@@ -42,9 +42,9 @@ class ImportanceWeights:
         cap: upper bound on the weight, or on the estimate; None for no bound.
         floor: lower bound on the same quantity; None for no bound.
         mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
-        level: "token"; "sequence", which gives each token the geometric mean over its trajectory's loss tokens; or
-            "product", which gives it their product, the trajectory's exact weight.
-        metric: what the bounds apply to: "ratio", the weight, or the estimate "k1", "k2" or "k3", in nats. An estimate
+        level: "token"; "sequence", which gives each token the geometric mean of its trajectory's weights; or
+            "product", which gives each token their product, the trajectory's exact weight.
+        metric: what the bounds apply to: the weight ("ratio"), or the estimate "k1", "k2" or "k3", in nats. An estimate
             requires mode "mask".
         aggregation: bounds whole trajectories by the "mean", "sum" or "max" of the metric over their loss tokens (for
             "ratio", mean and sum are of log r). None depends on the level: "token" bounds each token, "sequence" the
@@ -150,7 +150,7 @@ def second_moment_mask(
     if len(ordered) == 0:
         return loss_mask
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
-    num_kept = int((means <= threshold).sum())  # the mean of the smallest k grows with k
+    num_kept = int((means <= threshold).sum())  # the mean of the k smallest values grows with k
     if num_kept == len(ordered):
         return loss_mask
     return loss_mask & (squares < ordered[num_kept])

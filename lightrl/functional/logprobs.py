@@ -54,7 +54,7 @@ def _trial(values: Tensor) -> Tensor:
     return values.exp() + 1
 
 
-# Up to this many logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
+# Up to this number of logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
 _KEPT_LOGITS = 2**24
 # Logits per chunk above that. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
 # 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
@@ -79,7 +79,7 @@ def token_logprobs(
         temperature: divides the logits; above 0.
         masked_ids: int64 [K], ids that could not be sampled at some positions (stop tokens before `min_new_tokens`).
         masked_rows: bool [B, T], the positions where `masked_ids` could not be sampled.
-        supports: those of the tokens from position 1 on (N = B · (T - 1)); None if sampling was not truncated.
+        supports: the supports of all tokens from position 1 on (N = B · (T - 1)); None if sampling was not truncated.
 
     Returns:
         Logprobs, in the shape of `token_ids`, and entropies, [B, T], aligned to the token they describe; 0 at position
@@ -188,11 +188,11 @@ def hidden_logprobs(
         bias: [V], or None.
         token_ids: int64 [N], from `predicted_token_ids`; or [N, J], several candidates at each position.
         temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
-        chunk_tokens: positions per chunk; None chooses by vocabulary and device, one chunk if there are few logits.
+        chunk_tokens: positions per chunk. None chooses by vocabulary and device, and uses one chunk for few logits.
         entropy_gradient: False returns the entropy detached, which saves memory.
 
     Returns:
-        Logprobs, in the shape of `token_ids`, and entropies, [N]. Even with N = 0 they have a gradient, which is 0.
+        Logprobs, in the shape of `token_ids`, and entropies, [N]. Even with N = 0 both have a gradient, which is 0.
     """
     if token_ids.dim() not in (1, 2) or token_ids.shape[:1] != hidden.shape[:1]:
         raise ValueError(
@@ -286,7 +286,7 @@ def prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """Returns for how many of `num` positions to compute logits at a time: all, if these logits are kept anyway.
+    """Returns for how many of `num` positions to compute logits at a time: for all if their logits are kept anyway.
 
     Args:
         form: the device type, or "fused" if the head's functions are compiled.
@@ -306,7 +306,7 @@ Mask = tuple[Tensor, Tensor]
 
 
 def _as_mask(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, states: Tensor) -> Mask | None:
-    """Checks these arguments of the public functions, and returns the mask, if any; `states` is [N, ...]."""
+    """Checks arguments of the public functions, and returns the mask if there is one; `states` is [N, ...]."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:
@@ -368,9 +368,9 @@ def logits_gradient(
     mask: Mask | None,
     is_here: Tensor | None = None,
 ) -> Tensor:
-    """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's -p · (log p + entropy).
+    """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's is -p · (log p + entropy).
 
-    `is_here` is False where a token's logit is on another rank; None if this rank holds all logits.
+    `is_here` is False where a token's logit is on a different rank; None if this rank holds all logits.
     """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)

@@ -1,4 +1,4 @@
-"""Ratios, policy losses and divergences per token, and pairwise losses; the framework masks and averages.
+"""Ratios, policy losses and divergences per token, and pairwise losses. The framework masks and averages them.
 
 Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens, K top tokens of a teacher. Every [B, T]
 tensor is aligned to the token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the
@@ -33,7 +33,7 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    A loss uses only the gradient. In expectation, k1's gradient is 0, k2's is that of KL(policy ‖ reference), and k3's
+    A loss uses only the gradient. In expectation, k1's is 0, k2's is that of KL(policy ‖ reference), and k3's
     is that of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
@@ -133,7 +133,7 @@ def topk_divergence(
 
 
 def rest_mass(logprobs: Tensor) -> Tensor:
-    """Returns the probability of all tokens but these K, [..., K] → [...]; at least the machine epsilon."""
+    """Returns the total probability of all tokens but these K, [..., K] → [...]; at least the machine epsilon."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=torch.finfo(logprobs.dtype).eps)
 
 
@@ -153,7 +153,7 @@ def _kl(left: Tensor, right: Tensor) -> Tensor:
     return (left.exp() * (left - right)).sum(-1)
 
 
-_MIN_REST = 1e-9  # least probability of all other tokens together; rounding can lift a likely token's logprob to 0
+_MIN_REST = 1e-9  # minimum probability of all other tokens; rounding can lift a likely token's logprob to 0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
     """Computes GSPO's ratio: the geometric mean of the token ratios over a trajectory's loss tokens.
 
-    It is the GSPO-token variant: every token of a trajectory has the same value, and token t's gradient is that value
-    times the gradient of its own logprob. With advantages that are constant along a trajectory and the reduction
-    "sequence", loss and gradient are those of GSPO; per-token advantages work too. Pass it to `clipped_ratio_loss`.
+    This is the GSPO-token variant: all tokens of a trajectory have the same value, and token t's gradient is that value
+    times the gradient of its logprob. With advantages that are constant along a trajectory and the reduction
+    "sequence", loss and gradient equal GSPO's; per-token advantages work too. Pass it to `clipped_ratio_loss`.
 
     Source: GSPO, equations 7, 13 and 14, https://arxiv.org/abs/2507.18071.
 
@@ -186,12 +186,12 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Returns exp of the log-ratio, clamped to ±20 (ratios of 2.1e-9 to 4.9e8); the gradient is 0 beyond these."""
+    """Returns exp of the log-ratio, clamped to ±20 (ratios of 2.1e-9 to 4.9e8). Clamped values have no gradient."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Averages values [B, T], 0 where masked, over each trajectory's loss tokens, [B, 1]; 0 for one that has none."""
+    """Averages values [B, T], which are 0 where masked, over each trajectory's loss tokens: [B, 1], 0 without any."""
     return values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -258,7 +258,7 @@ def cispo_loss(
         proximal_logprobs: [B, T] of the policy at the start of the update, or of the behavior policy.
         advantages: [B, T].
         clip_low: the default, 1, puts no lower bound on the weight, as in the paper.
-        clip_high: has no default, because the paper tunes it and gives no value.
+        clip_high: has no default, because the paper reports no value.
 
     Returns:
         The loss of each token, [B, T]. Only its gradient is meaningful.
@@ -274,7 +274,7 @@ def sapo_loss(
 ) -> Tensor:
     """SAPO: replaces the clip by a smooth gate, so that a token's gradient decays gradually instead of dropping to 0.
 
-    -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, like the ratio's own.
+    -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, as without a gate.
 
     Source: https://arxiv.org/abs/2511.20347, equations 5 and 6.
 
@@ -300,7 +300,7 @@ def sapo_loss(
 def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """TOPR's weight on each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
 
-    Tokens that did better than expected keep their full weight; the others lose weight as the policy makes them less
+    Tokens that did better than expected keep their full weight. Others lose weight as the policy makes them less
     likely. No weight is above 1, so stale data cannot make the gradient large.
 
     Source: TOPR, https://arxiv.org/abs/2503.14286, but with the token's ratio instead of the trajectory's.
@@ -380,7 +380,7 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
     Args:
         ratio: [B, T], from `policy_ratio` or `sequence_ratio`.
         advantages: [B, T].
-        clip_low, clip_high: the same as for the loss.
+        clip_low, clip_high: the bounds that the loss uses.
 
     Returns:
         float [B, T], detached.

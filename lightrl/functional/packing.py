@@ -25,10 +25,10 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     """Finds the cheapest partition of trajectories into right-padded rectangles.
 
     The cost is Σ rows · longest + overhead_tokens · number of rectangles. Some optimal partition cuts the sorted
-    lengths without separating equal ones, so dynamic programming over the distinct lengths finds the minimum.
+    lengths without separating equal lengths, so dynamic programming over the distinct lengths finds the minimum.
 
     Args:
-        lengths: tokens of each trajectory, 0 or more.
+        lengths: number of tokens of each trajectory, 0 or more.
         overhead_tokens: cost of one more forward pass, in tokens.
 
     Returns:
@@ -59,7 +59,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets a bin for itself.
 
-    If that takes no more bins, puts items of similar size together instead, so that rectangles have little padding.
+    Instead puts items of similar size together if that takes no more bins, so that rectangles have little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.
@@ -88,7 +88,7 @@ def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
 
 
 def microbatch_bins(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Returns each microbatch's rows: at most `max_tokens`, or one larger unit. A unit's rows stay together."""
+    """Returns each microbatch's rows: at most `max_tokens` tokens, or one larger unit. A unit's rows stay together."""
     if sum(lengths[row] for rows in units for row in rows) <= max_tokens:
         return [sorted(row for rows in units for row in rows)]
     sizes = [sum(lengths[row] for row in rows) for rows in units]

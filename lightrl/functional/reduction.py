@@ -1,4 +1,4 @@
-"""Reduces losses per token to one number: masking before and after the loss, and three ways to average.
+"""Reduces per-token losses to one number: masks before and after the loss, and averages in one of three ways.
 
 Shapes: B trajectories, T tokens. The loss mask is bool [B, T], True where a token trains.
 
@@ -30,7 +30,7 @@ def of_one_rank(values: Tensor, operation: Literal["sum", "max"] = "sum") -> Ten
 
 
 def neutralize(loss_mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Sets the tensors to 0 where the mask is False, even where they are NaN or ±inf. These positions get no gradient.
+    """Returns the tensors with 0 where the mask is False, even for NaN or ±inf. These positions get no gradient.
 
     Args:
         loss_mask: bool, [B, T] (or [B], with tensors [B]).
@@ -69,7 +69,7 @@ def reduce_loss(
 ) -> Tensor:
     """Computes a microbatch's share of the minibatch loss; the shares of all microbatches and ranks sum to that loss.
 
-    With N = num_tokens, B = num_sequences, n_i the loss tokens of trajectory i:
+    With N = num_tokens, B = num_sequences, and n_i the number of loss tokens of trajectory i:
     "token" Σ/N (DAPO), "sequence" Σ_i(Σ_t/n_i)/B (GRPO), "fixed" Σ/(B · max_new_tokens) (Dr. GRPO).
     A loss per trajectory, [B], counts once for each trajectory that has loss tokens and is divided by B in every mode.
 
@@ -80,8 +80,8 @@ def reduce_loss(
         per_token: [B, T] or [B]; NaN and ±inf at masked positions have no effect on value or gradient.
         loss_mask: bool [B, T].
         mode: "token", "sequence" or "fixed".
-        num_tokens: loss tokens in the whole minibatch, over all microbatches and ranks.
-        num_sequences: trajectories of the whole minibatch that have loss tokens, over all microbatches and ranks.
+        num_tokens: number of loss tokens in the whole minibatch, over all microbatches and ranks.
+        num_sequences: number of trajectories with loss tokens in the whole minibatch, over all microbatches and ranks.
         max_new_tokens: length limit of a completion; required by "fixed".
 
     Returns:

@@ -1,13 +1,13 @@
-"""Supports: the tokens that top-p or top-k allowed at a position; their encoding, and the softmax over them.
+"""Supports: the tokens that top-p or top-k allowed at a position, how they are encoded, and the softmax over them.
 
 With truncated sampling, a token's logprob comes from the softmax over its support. Each sampled token therefore
 carries its support, and every model that computes the token's logprob renormalizes over it:
 
     engine ── bytes ──► Completion ──► Trajectory ──► Experience ── Supports.at ──► logits of M ids ──► softmax
 
-A token's code lists the sorted ids of its support except the sampled one, as differences in variable-length bytes
+A token's code lists the sorted ids of its support, except the sampled id, as differences in variable-length bytes
 (LEB128), then an end mark: 0, or 1 if every token of the vocabulary could be sampled. A support of one id takes 1 byte;
-with a vocabulary of 150,000, one of k ids takes about 2·k bytes. Codes are concatenated in the order of the tokens.
+with a vocabulary of 150,000, k ids take about 2·k bytes. Codes are concatenated in token order.
 
 Shapes: T tokens; N positions that predict a token, n of them with a support; M ids in all supports; V vocabulary.
 """
@@ -39,9 +39,9 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
 
     Args:
         rows: int [M], ascending: index of the token that each id belongs to.
-        ids: int [M], the supports' ids, ascending within a token; no ids if every token could be sampled.
+        ids: int [M], the supports' ids, ascending within a token. A token has no ids if any token could be sampled.
         sampled: int [n], the sampled tokens.
-        vocabulary: V, to recognize a support that is the whole vocabulary; None if unknown.
+        vocabulary: V, which reveals supports that are the whole vocabulary; None if unknown.
     """
     num = len(sampled)
     counts = np.bincount(rows, minlength=num)
@@ -73,23 +73,23 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
 
 
 def decode_supports(codes: _Ints) -> tuple[_Ints, _Ints, _Ints]:
-    """Decodes concatenated codes of `encode_supports`, uint8.
+    """Decodes concatenated codes from `encode_supports`, uint8.
 
     Returns:
-        Whether every token could be sampled, bool [T]; the number of ids in each support without the sampled one,
-        int64 [T]; and these ids, int64 [M], concatenated.
+        Whether every token could be sampled, bool [T]; the number of ids in each support, except the sampled id,
+        int64 [T]; and these ids, concatenated, int64 [M].
     """
     if not len(codes):
         return np.zeros(0, bool), np.zeros(0, np.int64), np.zeros(0, np.int64)
     is_last = codes < 128  # the last byte of a number
     starts = np.flatnonzero(is_last)
     starts = np.concatenate([[0], starts[:-1] + 1])
-    byte_index = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))  # within its number
+    byte_index = np.arange(len(codes)) - starts.repeat(np.diff(starts, append=len(codes)))  # within the number
     numbers = np.add.reduceat((codes & 127).astype(np.int64) << (_BITS * byte_index), starts)
     is_end = numbers < 2
     ends = np.flatnonzero(is_end)
     counts = np.diff(ends, prepend=-1) - 1
-    totals = np.where(is_end, 0, numbers - 1).cumsum()  # a number is its id's distance from the id before, plus 1
+    totals = np.where(is_end, 0, numbers - 1).cumsum()  # a number is an id's distance from the previous id, plus 1
     before = np.concatenate([[0], totals[ends[:-1]]])
     return numbers[ends] == 1, counts, totals[~is_end] - before.repeat(counts) - 1
 
@@ -100,10 +100,10 @@ class Supports:
 
     limited: Tensor  # int64 [n], ascending: the positions with a support
     unlimited: Tensor  # int64 [N - n], ascending: the other positions
-    ids: Tensor  # int64 [M], concatenated; the sampled token is the last of each support
+    ids: Tensor  # int64 [M], the concatenated supports; each ends with the sampled token
     rows: Tensor  # int64 [M], ascending: index of the support, 0 to n - 1, that each id belongs to
     counts: Tensor  # int64 [n], number of ids in each support
-    ends: list[int]  # [n], end of each support in `ids`; a list, because the host computes the chunks
+    ends: list[int]  # [n], end of each support in `ids`; on the host, which computes the chunks
 
     @classmethod
     def at(cls, codes: Sequence[Tensor], lengths: Tensor, token_ids: Tensor, rows: Tensor, columns: Tensor) -> Supports:
@@ -115,7 +115,7 @@ class Supports:
             token_ids: int64 [B, T]; the result is on their device.
         """
         is_unlimited, num_others, other_ids = decode_supports(torch.cat(list(codes)).numpy())
-        # Each token's index among the tokens of all rows; padding gets one more index, which has no support.
+        # Each token's index among the tokens of all rows. Padding gets an additional index, which has no support.
         sizes = on_host(lengths).numpy()
         row, column = on_host(rows).numpy(), on_host(columns).numpy() + 1
         token = np.where(column < sizes[row], (sizes.cumsum() - sizes)[row] + column, len(num_others))
@@ -167,7 +167,7 @@ class Supports:
 
         Args:
             limited: logprobs and entropies of the n positions with a support.
-            compute_unlimited: computes them at the other positions; called only if there are any.
+            compute_unlimited: computes both at the other positions; called only if there are any.
         """
         if not len(self.unlimited):
             return limited
@@ -195,7 +195,7 @@ def support_scores(
     first_id: int = 0,
     total: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
-    """Computes the logits of the supports' ids, float32 [M]; stores no tensor of size V except the head.
+    """Computes the logits of the supports' ids, float32 [M]. Stores no tensor of size V except the head.
 
     Args:
         hidden: [n, H] at the positions with a support. Carries the gradient, as do weight and bias.
@@ -203,14 +203,14 @@ def support_scores(
         bias: [V], or None.
         chunk_tokens: number of positions whose logits are in memory at a time.
         first_id: the token id of this rank's first row.
-        total: sums [M] in place over the ranks that hold the other rows; None if this rank holds all.
+        total: sums [M] in place over the ranks that hold the head's other rows; None if this rank holds all rows.
     """
     scores: Tensor = _SupportScores.apply(hidden, weight, bias, supports, chunk_tokens, first_id, total)  # type: ignore[no-untyped-call]
     return scores
 
 
 class _SupportScores(torch.autograd.Function):
-    """Has the logits, or their gradient, of one chunk of positions in memory at a time."""
+    """Keeps the logits, or their gradient, of only one chunk of positions in memory at a time."""
 
     @staticmethod
     def forward(

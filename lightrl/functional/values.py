@@ -1,4 +1,4 @@
-"""A critic's values: advantages and returns computed from them, value loss and normalization; reward shaping.
+"""Equations for a critic: advantages and returns from its values, value loss, normalization; and reward shaping.
 
 Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens; text of an environment or a tool
 between them is skipped, not discounted. `values[b, t]` is the value of the state before `token_ids[b, t]` was sampled.
@@ -39,8 +39,8 @@ def gae(
         values: [B, T].
         loss_mask: bool [B, T]; rewards and values elsewhere have no effect.
         gamma: discount per loss token, 0 to 1.
-        lam: 0 relies only on the critic for what follows a token, 1 only on the rewards.
-        bootstrap: [B], the value of the state after a truncated trajectory, 0 if it was not truncated; None for all 0.
+        lam: λ; for what follows a token, 0 relies only on the critic, 1 only on the rewards.
+        bootstrap: [B], the value of the state after a truncated trajectory, 0 for others; None means 0 for all.
 
     Returns:
         Advantages and returns, [B, T], without gradient, 0 where the mask is False.
@@ -62,7 +62,7 @@ def gae(
 
 
 def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Turns a reward per trajectory into rewards per token, by putting it on the last loss token.
+    """Turns a trajectory's reward into rewards per token, by putting it on the last loss token.
 
     Args:
         rewards: [B].
@@ -77,7 +77,7 @@ def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Moves rewards on other tokens to the last loss token before them, which earned them.
+    """Moves a reward on any other token to the last loss token before it, which earned the reward.
 
     Drops rewards before the first loss token, which no action earned.
 
@@ -97,7 +97,7 @@ def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RewardShaping:
-    """Shapes rewards per token: clip((reward + bias) · scaling), with the bias on the last loss token only.
+    """Shapes rewards per token: clip((reward + bias) · scaling). Only the last loss token gets the bias.
 
     Args:
         bias: added to the reward of each trajectory.
@@ -132,13 +132,13 @@ def value_loss(
 ) -> Tensor:
     """Computes half the squared error of each value; with `huber_delta`, large errors count linearly.
 
-    `value_clip` also computes the loss of the value clipped to within `value_clip` of the old value, and takes the
-    larger of the two, so a value gains nothing by moving further.
+    With `value_clip`, also computes the loss of the value clipped to within `value_clip` of the old value, and takes
+    the larger loss, so that a value gains nothing by moving further.
 
     Source: PPO's implementations, https://arxiv.org/abs/2005.12729; Huber, https://doi.org/10.1214/aoms/1177703732.
 
     Args:
-        values: [B, T], carry the gradient.
+        values: [B, T]; carries the gradient.
         returns: [B, T].
         old_values: [B, T], from before the update; required with `value_clip`.
         value_clip: bound on the distance from the old value; None for no bound.
@@ -161,9 +161,9 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total: Total = of_one_rank) -> float:
-    """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens: 1 is a perfect critic, 0 a constant one.
+    """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens. A perfect critic has 1, a constant one 0.
 
-    Returns 0 if the returns do not vary. `total` reduces over the ranks that hold other trajectories.
+    Gives 0 if the returns do not vary. `total` reduces over the ranks that hold other trajectories.
     """
     check_same_shape(values=values, returns=returns, loss_mask=loss_mask)
     predicted, actual = values[loss_mask].double(), returns[loss_mask].double()
@@ -198,7 +198,7 @@ class ValueNormalizer:
             raise ValueError(f"value_decay must be at least 0 and below 1, got {self.decay}.")
 
     def update(self, returns: Tensor, over_ranks: Total = of_one_rank) -> None:
-        """Adds the returns, of any shape, of one iteration on all ranks; does nothing if there are none."""
+        """Adds one iteration's returns, of any shape, on all ranks; does nothing if there are no returns."""
         values = returns.double()
         num, sum_, square_sum = over_ranks(
             torch.stack([torch.tensor(values.numel()).double(), values.sum(), values.square().sum()])

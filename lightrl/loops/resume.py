@@ -1,6 +1,6 @@
 """Resume: the state from which a resumed run or the next fit continues, and why a checkpoint must not be saved now.
 
-In a fast_dev_run, `check_resume` replaces saving a checkpoint.
+With fast_dev_run, `check_resume` runs instead of saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _is_plain(value: object) -> bool:
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Returns settings by path, like `model.sampling.temperature`, without secrets. List items go by class name."""
+    """Flattens settings to paths like `model.sampling.temperature`, without secrets; keys lists of classes by name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -143,7 +143,7 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps the numbers that `configure_optimizers` set, before a checkpoint replaces them; `lr` is unscheduled."""
+        """Keeps the numbers that `configure_optimizers` set (`lr`: the initial rate), before a checkpoint is loaded."""
         self._optimizers = [
             [
                 {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -178,7 +178,7 @@ class Resume:
     def _apply_rates(
         self, optimizer: Optimizer, groups: list[Settings], saved_groups: list[Settings], config: Any
     ) -> None:
-        """Applies this fit's learning rates to an optimizer; `config` has its scheduler, or is None without one."""
+        """Applies this fit's learning rates to an optimizer; `config` contains its scheduler, or is None."""
         was_scheduled = saved_groups[0]["is_scheduled"]
         if config is None:
             for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):

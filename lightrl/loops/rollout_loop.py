@@ -142,7 +142,7 @@ _ADVICE = {
 
 
 class RolloutLoop(_AutomaticOptimization):
-    """One iteration of RL for each of Lightning's training batches, while `trainer.rollout` is open."""
+    """Runs one iteration of RL for each of Lightning's training batches, while `trainer.rollout` is open."""
 
     trainer: RLTrainer
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Returns the call's outputs, [B] or [B, T, ...]: those recorded in the trajectories, otherwise those of `ask()`.
+    """Returns the call's outputs, [B] or [B, T, ...], as recorded in the trajectories, or by calling `ask`.
 
     A function or server might answer a second call differently, or fail. Floats are float32 in both cases. Recorded
     outputs are padded with 0.
@@ -247,7 +247,7 @@ def _function_outputs(
     """Calls the function of a model call and returns its results by key.
 
     Raises:
-        TrainingError: if the function raises anything but a LightRLError, which names its own source.
+        TrainingError: if the function raises anything but a LightRLError, which already names its source.
         ValueError: if the result is not a tensor for each output, with a row for each trajectory, or contains NaN
             because the function read rewards, which are NaN until they are known.
     """
@@ -307,7 +307,7 @@ class CallRun(Generic[_State]):
         runs_here: whether this rank runs a call.
         share: sends a call's outputs from the ranks that ran the call to the ranks that need them. All ranks call it in
             the same order. None with one rank, which runs a trainer's call as soon as it is ready.
-        on_wait: called about once a second while waiting for a call in another thread.
+        on_wait: called about once a second while waiting for a call in a different thread.
     """
 
     graph: DataFlowGraph
@@ -365,7 +365,7 @@ class CallRun(Generic[_State]):
         """Runs this rank's trainer calls, and shares all results with the other ranks."""
         shared = {call.name for call in self.graph.calls} - self._todo
 
-        def share_with_all(call: ModelCall) -> None:
+        def share_with_all(call: ModelCall) -> None:  # shares the calls that it depends on first
             if call.name in shared:
                 return
             shared.add(call.name)

@@ -119,7 +119,7 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Joins the parts of all ranks, which may have different metrics; every rank gets the same result.
 
-    One sum suffices: each rank fills only its own column of a table of zeros, so the sum contains all columns.
+    One sum suffices: each rank fills one column of a table of zeros, so the sum contains all ranks' columns.
     """
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
@@ -320,7 +320,7 @@ class MinibatchLoss:
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def _neutralized(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
-        """Sets values outside the loss mask to 0; with a single update, also sets the proximal logprobs."""
+        """Sets values outside the loss mask to 0; with a single update, also sets proximal_logprobs to the logprobs."""
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
         outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))

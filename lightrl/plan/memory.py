@@ -372,7 +372,7 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
         policy = run.roles[0]
         strategy = "trainer.strategy to FSDP2Strategy" if run.layout == "whole" else ""
         worlds = range(2 * run.world, _MAX_RANKS + 1, run.world)
-        for settings, changed in _changes(replace(run, layout="FSDP2") if strategy else run):
+        for settings, changed in _strategy_changes(replace(run, layout="FSDP2") if strategy else run):
             resized = functools.partial(changed.over, pp=policy.pp, tp=policy.tp)
             if worlds and fits(resized(worlds[-1])):
                 world = next(world for world in worlds if fits(resized(world)))

@@ -235,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         return dp_mesh.get_group()
 
     def barrier(self, name: str | None = None) -> None:
-        self.ranks.step()  # a missing rank is the one with fewer steps
+        self.ranks.step()  # so that a rank that does not arrive has fewer steps
         super().barrier(name)
 
     def on_exception(self, exception: BaseException) -> None:

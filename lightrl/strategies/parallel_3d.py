@@ -226,7 +226,7 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs. All ranks must call their backward, which runs that of each stage.
+        """Computes one microbatch's outputs. All ranks must call their backward, which runs every stage's backward.
 
         Cuts the rows into parts, so that the stages can work at the same time.
         """
@@ -279,9 +279,9 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Gives one process's results; calls `backward` on the last stage's ranks, and `loss_fn` on all ranks.
+        """Computes the same gradients as one process. Calls `backward` on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before. They are then averaged over dp, and complete over pp and tp.
+        Gradients must be None or zero before the call. Then they are averaged over dp, and complete over pp and tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]

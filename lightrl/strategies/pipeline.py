@@ -32,7 +32,7 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action whose result this one needs, on a neighboring stage (which may lie past the first or last)."""
+        """The action whose result this one needs, on a neighboring stage, which does not exist at either end."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 

@@ -79,7 +79,7 @@ class SingleModel:
 
     Args:
         model: has a body (`base_model`) and an output head. If a probe shows that the head is more than a matrix
-            product, the model computes its logits itself, one rectangle at a time.
+            product, the whole model computes the logits, one rectangle at a time.
         settings: the engine's changes to logits.
         value_head: a critic's head on this policy's body; a separate critic contains its head, `score`.
         form: how to remove padding. None chooses the cheapest form that is exact for the model, for each microbatch.
@@ -156,7 +156,7 @@ class SingleModel:
         return self._outputs(microbatch, topk)
 
     def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once, including those of a critic's head."""
+        """Returns each trained parameter once, including the parameters of a critic's head."""
         heads = () if self.value_head is None else self.value_head.parameters()
         parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -297,7 +297,7 @@ class SingleModel:
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = self._packed_tokens(experience)
-        size = -(-len(layout.rows) // num)  # tokens of each rank's part; the row's first token pads the last part
+        size = -(-len(layout.rows) // num)  # number of tokens per rank; the row's first token pads the last part
         padding = num * size - len(layout.rows)
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))

@@ -121,7 +121,7 @@ class Stage(nn.Module):
         model: the Hugging Face model, already without the parts of other ranks.
         layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
         is_last: return results instead of hidden states: each predicted token's logprob, entropy and value, [N, 3] (0
-            without the head for it), the logprobs of K additional tokens, and for a top-k also the ids of these.
+            if the model has no head for it), the logprobs of K additional tokens and, for a top-k, these tokens' ids.
         tp: mesh of the tp axis.
         logits: how the model turns the head's outputs into logits.
         value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
@@ -268,7 +268,7 @@ def split_model(
     checkpoint_activations: bool = False,
     value_head: nn.Linear | None = None,
 ) -> SplitModel:
-    """Reduces a model, which all ranks pass alike, to this rank's part, in place. Collective.
+    """Reduces a model to this rank's part, in place. Collective; all ranks must pass the same model.
 
     Args:
         model: has a vocabulary head, a scalar head or both.

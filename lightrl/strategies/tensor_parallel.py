@@ -1,4 +1,4 @@
-"""Tensor parallelism: splits parameters over the tp axis, and runs the computations that need all of its ranks.
+"""Tensor parallelism: splits parameters over the tp axis, and runs the computations that need all tp ranks.
 
 Shapes: N positions that predict a token, J tokens whose logprobs are computed at each, H hidden size, V vocabulary;
 each tp rank holds V / tp. Between projections, hidden states are split along the sequence (sequence parallelism), so

@@ -1,4 +1,4 @@
-"""Trace: what each process did and when, as Chrome events, and where an iteration's time went.
+"""Trace: records what each process did and when, as Chrome events, and computes where an iteration's time went.
 
 Reading order:
     spans.py    `span` measures a block, and records it while a trace is open; trace files; peak memory of a block

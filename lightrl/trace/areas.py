@@ -4,7 +4,7 @@ An iteration lasts until the next one starts. An area is what the trainer's thre
 
     rollout   waited while at least one generation ran       score     ran model calls, computed advantages
     reward    waited only for rewards                        update    trained on minibatches
-    data      waited for a batch of the loader, or only      sync      sent weights to the engine
+    data      waited for the loader's batch, or only         sync      sent weights to the engine
               for prompts                                    other     loggers, callbacks, checkpoints, validation
 """
 
@@ -39,9 +39,9 @@ class AreaTimes:
 
     total: float
     areas: dict[str, float]  # area → seconds
-    tail: float = 0.0  # part of the rollout in which fewer than half of its peak number of generations ran
-    collectives: float = 0.0  # time in which the trainer's thread waited for other ranks
-    servers: dict[str, float] = field(default_factory=dict)  # address → time in which at least one of its requests ran
+    tail: float = 0.0  # time of the rollout during which fewer than half of the peak number of generations ran
+    collectives: float = 0.0  # time during which the trainer's thread waited for other ranks
+    servers: dict[str, float] = field(default_factory=dict)  # address → time with at least one running request
 
 
 def area_times(events: Iterable[Event], start_ns: int, end_ns: int) -> AreaTimes:
@@ -105,7 +105,7 @@ def common(left: Intervals, right: Intervals) -> Intervals:
 
 
 def without(left: Intervals, right: Iterable[tuple[int, int]]) -> Intervals:
-    """Subtracts the intervals of `right` from those of `left`."""
+    """Subtracts the intervals `right` from the intervals `left`."""
     edges = [(-(2**63), -(2**63)), *union(right), (2**63, 2**63)]
     gaps = [(before[1], after[0]) for before, after in pairwise(edges)]
     return common(left, gaps)
@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
-    """Returns the waiting time during which at least one, but fewer than half of the peak number of generations ran."""
+    """Returns the waiting time during which some generations ran, but fewer than half of their peak number."""
     edges = sorted([(event.start_ns, 1) for event in generations] + [(event.end_ns, -1) for event in generations])
     peak = num = 0
     for _, change in edges:
@@ -131,10 +131,10 @@ def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
 
 
 def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> SummaryJson | None:
-    """Returns the mean times of an iteration in seconds, and the area to look at first; None without an iteration.
+    """Returns the mean times of an iteration, in seconds, and the area to look at first; None without iterations.
 
-    The first iteration is a warm-up and is left out if there are others. `gain` is the speed-up of an iteration if the
-    area took no time, which is an upper bound. With `overlaps`, rollouts already run during the update.
+    The first iteration is a warm-up, and is left out if there are others. `gain` is an iteration's speed-up if the area
+    took no time, which is an upper bound. `overlaps` means that rollouts already run during the update.
     """
     times = all_times[1:] or all_times
     if not times:
@@ -183,7 +183,7 @@ def advice_of(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"In {share:.0%} of it fewer than half of the generations ran: it waited for a few long ones.")
+        advice.append(f"For {share:.0%} of it, fewer than half of the generations ran: it waited for a few long ones.")
     return " ".join(advice) or "Add servers (trainer.engine), or shorten completions (model.sampling.max_new_tokens)."
 
 

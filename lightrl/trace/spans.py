@@ -1,6 +1,6 @@
-"""`span` measures a block of code, TraceFile writes the events, MemoryPeaks measures the peak memory of blocks.
+"""Spans: `span` measures a block of code, TraceFile writes events, MemoryPeaks measures the peak memory of blocks.
 
-A span reads the clock twice, and with a trace it also appends an event: less than a microsecond. It may contain an
+A span reads the clock twice and, with a trace, appends an event. That takes less than a microsecond. It may contain an
 `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 
 Files are in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a JSON array with one
@@ -34,7 +34,7 @@ def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[i
     """Computes the offset to subtract from a rank's clock to get rank 0's, and its maximum error, in ns.
 
     Args:
-        own, first: readings of the rank and of rank 0 around the same barriers, in order.
+        own, first: readings of this rank and of rank 0 around the same barriers, in order.
     """
     lower = max(before - after_first for (before, _), (_, after_first) in zip(own, first, strict=True))
     upper = min(after - before_first for (_, after), (before_first, _) in zip(own, first, strict=True))
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
     name: str
     category: str  # phase, step, generate, reward, data, loader, score, update, collective, sync, wait, server
-    track: str  # its row in the viewer; events may overlap, except on a thread's track
+    track: str  # the event's row in the viewer; events may overlap, except on a thread's track
     start_ns: int
     end_ns: int
     args: dict[str, object]
@@ -75,7 +75,7 @@ def set_tape(tape: Tape | None) -> None:
 
 
 def record(name: str, category: str, track: str, start_ns: int, **args: object) -> None:
-    """Records an event that ends now and is not a block of code."""
+    """Records an event that ends now and does not correspond to a block of code."""
     tape = _tape
     if tape is not None and tape.is_recording:
         tape.events.append(Event(name, category, track, start_ns, time.perf_counter_ns(), args))
@@ -85,8 +85,8 @@ class span:
     """Measures a block: `with span("reference", "score", tokens=512) as measured:`; then `measured.seconds`.
 
     Args:
-        name, category: the event's.
-        track: its row in the viewer; the thread's name if empty. Overlapping blocks need separate tracks.
+        name, category: name and category of the event.
+        track: the event's row in the viewer; if empty, the thread's. Overlapping blocks need separate tracks.
         args: shown with the event; the block may add more to `measured.args`.
     """
 
@@ -128,7 +128,7 @@ def in_microbatch_spans(
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
     """Wraps `loss` and `backward` to record an event per forward and backward; without a trace, returns them unchanged.
 
-    A forward lasts from the thread's last backward to the loss. On a GPU these are times of the host, which only
+    A forward lasts from the thread's last backward to the loss. On a GPU these times are the host's, which only
     launches the work.
     """
     if _tape is None or not _tape.is_recording:
@@ -188,7 +188,7 @@ class TraceFile:
         self._write(lines)
 
     def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
-        """Returns the `tid` of a row of the track that is free when the event starts; names a new row in `lines`."""
+        """Returns the `tid` of a free row of the event's track. If all are in use, adds a row, named in `lines`."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
         overlaps = event.track in OVERLAPPING or event.track.startswith("http")
@@ -208,7 +208,7 @@ class TraceFile:
 
     def _begin(self) -> None:
         self._numbers: dict[str, int] = {}  # track → number
-        self._rows: dict[str, list[tuple[int, int]]] = {}  # track → heap of its rows: end of the last event, lane
+        self._rows: dict[str, list[tuple[int, int]]] = {}  # track → heap of (end of last event, row number)
         self._size = 0
         self.path.write_text(_OPEN, encoding="utf-8")
         head = {"ph": "M", "pid": self._rank, "tid": 0}
@@ -232,12 +232,12 @@ OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks overlap t
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Returns the files of all processes; a process's `.before` file comes first."""
+    """Returns the trace files of all processes; a process's `.before` file comes before its other file."""
     return sorted(folder.glob("rank-*.json"), key=lambda path: (path.name[:10], "before" not in path.name))
 
 
 def join_traces(folder: Path) -> Path | None:
-    """Writes the events of all processes, on one clock, as `trace.json`; None if there are none."""
+    """Writes the events of all processes, on one clock, to `trace.json`. Returns None if there are no events."""
     files = trace_files(folder)
     if not files:
         return None
@@ -265,8 +265,8 @@ _PROCESS = Path("/proc/self")
 class MemoryPeaks:
     """Records the peak memory of each named block, in bytes: `host` (resident), and `cuda` if there is a GPU.
 
-    Linux counts a process's peak since the last reset, which the process can usually do itself. If it cannot, the
-    host's peak is the one since the process started. Blocks must not be nested.
+    Linux records a process's peak since the last reset, and a process can usually reset its peak. If it cannot, the
+    host's peak is that since the process started. Blocks must not be nested.
     """
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class MemoryPeaks:
 
 
 def host_bytes(field: str = "VmRSS", process: Path = _PROCESS) -> int:
-    """Returns a field of a process's status in /proc, in bytes; 0 if there is none."""
+    """Returns a field of a process's status in /proc, in bytes; 0 if the field is missing."""
     with contextlib.suppress(OSError, ValueError):
         text = (process / "status").read_text(errors="replace")  # a process's name may have any bytes
         if (start := text.find(f"{field}:")) >= 0:

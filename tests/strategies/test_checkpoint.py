@@ -134,7 +134,7 @@ def test_a_disk_that_turns_read_only_is_the_message(tmp_path: Path, monkeypatch:
 
 def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"one.ckpt could not be written: Not a directory\. .*another default_root_dir"):
+    with pytest.raises(OSError, match=r"one.ckpt could not be written: Not a directory\. .*different default_root_dir"):
         AtomicCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "file" / "in it" / "one.ckpt")
 
 

@@ -142,9 +142,7 @@ def test_a_module_without_a_loss_is_refused_before_its_models_are_loaded(tmp_pat
 def test_the_error_for_a_loss_that_logs_says_where_metrics_go_and_nothing_of_checkpoints(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(
-        ValueError, match=r"LogsInLoss\.loss must not call self\.log\. Return the metric under its name"
-    ):
+    with pytest.raises(ValueError, match=r"LogsInLoss\.loss must not call self\.log\. Return the metric by name"):
         make_trainer(tmp_path, enable_checkpointing=True).fit(LogsInLoss(), datamodule=Digits())
     assert "No checkpoint was saved" not in caplog.text
 

@@ -113,7 +113,7 @@ def test_fast_dev_run_does_everything_once_and_checks_the_state(
     assert trainer.global_step == 1
     assert counts.steps == [1]
     assert trainer.callback_metrics["rollout/reward"] >= 0
-    assert "module and data module is the same after a checkpoint" in caplog.text
+    assert "module and data module survives a checkpoint" in caplog.text
 
 
 class Counter(Callback):

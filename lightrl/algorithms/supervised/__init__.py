@@ -1,7 +1,7 @@
-"""Supervised training: plain LightningModules, trained on given data by Lightning's own loop.
+"""Supervised training: plain LightningModules, trained on given data by Lightning's loop.
 
 Reading order:
-    module.py        SupervisedModule: one trained model, its optimizer, its metrics, on any number of ranks
+    module.py        SupervisedModule: one trained model with its optimizer and metrics, on any number of ranks
     sft.py           SFT
     dpo.py           DPO and IPO, from pairs
     reward_model.py  RewardModel, from pairs

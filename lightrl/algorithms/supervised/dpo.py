@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class DPO(SupervisedModule):
-    """Increases the logprob of the chosen completion over that of the rejected one, relative to a reference policy.
+    """Makes the chosen completion more likely than the rejected completion, relative to a reference policy.
 
     It trains on the batches of PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more the policy prefers the chosen
-    completion than the reference does; `chosen_nats` and `rejected_nats`, how far the logprob of each has moved.
+    completion than the reference does; `chosen_nats` and `rejected_nats`, the changes of both completions' logprobs.
 
     Source: https://arxiv.org/abs/2305.18290.
 
@@ -36,7 +36,7 @@ class DPO(SupervisedModule):
         policy: the model to train, usually an export of SFT.
         reference: the fixed policy of the KL penalty; None uses the initial policy, which with LoRA is the same model
             without its adapters and costs no memory.
-        kl_coef: the paper's β; the larger it is, the closer the policy stays to the reference.
+        kl_coef: the paper's β; a larger value keeps the policy closer to the reference.
         kwargs: further arguments of SupervisedModule.
     """
 

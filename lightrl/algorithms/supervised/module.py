@@ -1,4 +1,4 @@
-"""The base class of SFT, DPO and reward models: a model trained on given data by Lightning's own loop.
+"""The base class of SFT, DPO and reward models: a model trained on given data by Lightning's loop.
 
 A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
 measures its share of the rows, so the update equals that of one process.
@@ -42,15 +42,15 @@ class SupervisedSettings(TypedDict, total=False):
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches` an update equals that of one batch with all rows: each batch is weighted by the
+    With `accumulate_grad_batches`, an update equals an update on one batch of all rows: each batch is weighted by the
     number of its tokens (SFT) or pairs.
 
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
         betas: AdamW's decay rates of both moments.
-        weight_decay: AdamW's, applied only to matrices, not to norms and biases.
-        warmup_steps: linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
+        weight_decay: AdamW's weight decay, which applies only to matrices, not to norms and biases.
+        warmup_steps: number of steps of linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
     """
 
@@ -93,7 +93,7 @@ class SupervisedModule(TrainedModule):
         return super()._is_fitted() and self._current_fx_name != "on_fit_start"
 
     def check_role(self, name: str, role: Role) -> None:
-        """Raises ValueError for settings that have no effect here; only `model` and `lora` are read."""
+        """Raises ValueError for settings of a Role that have no effect here; only `model` and `lora` have one."""
         if dataclasses.replace(role, lora=None) != Role(role.model):
             raise ValueError(
                 f"{type(self).__name__}'s {name} takes only model and lora of a Role, got {role}. lr and weight_decay "
@@ -101,7 +101,7 @@ class SupervisedModule(TrainedModule):
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
-        """Returns metrics by name, with one number for each trajectory, pair or token; `loss_name` is minimized.
+        """Returns metrics by name, with one number per trajectory, pair or token. `loss_name` is minimized.
 
         `self.parallel(role).measure` returns a model's outputs under any strategy. To train on several ranks, a batch
         needs `share(rank, size)`, which returns a batch or None, and `num_measured`, the length of each metric.
@@ -120,7 +120,7 @@ class SupervisedModule(TrainedModule):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The model's context length, for prompt and completion together; None if its config has none."""
+        """The model's context length, for prompt and completion together; None if its config does not state one."""
         return context_tokens(self.policy_role.spec.load_config())
 
     def setup(self, stage: str) -> None:
@@ -144,7 +144,7 @@ class SupervisedModule(TrainedModule):
             settings = LogprobSettings(entropy_needs_gradient=False)
             model = getattr(self, role)
             is_training = model.training
-            model.eval()  # dropout would disturb the probes of the model's abilities
+            model.eval()  # dropout would disturb the probes that test what the model supports
             self.parallel_models[role] = parallel_model(self.trainer.strategy, model, settings)
             model.train(is_training)
         return self.parallel_models[role]
@@ -163,7 +163,7 @@ class SupervisedModule(TrainedModule):
         return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
-        """Returns the roles whose models a step uses, by name."""
+        """Returns the roles, by name, whose models a step uses."""
         return {self.trained_role: self.policy_role}
 
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
@@ -195,7 +195,7 @@ class SupervisedModule(TrainedModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
-        """Returns the means to log and minimize, and the count; averaged over ranks, they equal the whole batch's."""
+        """Returns the means to log and minimize, and the count. The mean over ranks is the whole batch's."""
         if not isinstance(batch, self.batch_type):
             data_module = _DATA_MODULES.get(self.batch_type, "a data module that makes these")
             raise TypeError(
@@ -212,11 +212,11 @@ class SupervisedModule(TrainedModule):
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
-        """Scales the loss so that, after Lightning's division by accumulate_grad_batches, batches count by their size.
+        """Scales the loss so that batches count by size, although Lightning divides by accumulate_grad_batches.
 
         Args:
             loss: the mean over the batch's tokens or pairs.
-            number: how many tokens or pairs.
+            number: the number of tokens or pairs.
             batch_idx: Lightning zeroes the gradients at multiples of accumulate_grad_batches.
         """
         num_batches = self.trainer.accumulate_grad_batches

@@ -1,4 +1,4 @@
-"""Checkpoints: written completely or not at all, and read as data, so that no code runs.
+"""Checkpoints, which are written completely or not at all, and read as data, so that no code runs.
 
 Reading order:
     one_file.py      checkpoints of a single process, and how it resumes

@@ -158,7 +158,7 @@ class BackgroundWrites:
 
 def _stall_error(place: Path, reason: str) -> OSError:
     return OSError(
-        f"Checkpoint {place} was not written: {reason}. Check the disk, or set another default_root_dir. Earlier "
+        f"Checkpoint {place} was not written: {reason}. Check the disk, or set a different default_root_dir. Earlier "
         "checkpoints, if any, are intact."
     )
 
@@ -167,7 +167,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
     """Builds the error for a failed checkpoint write; `requirement` is what the disk needs besides space."""
     return OSError(
         f"Checkpoint {place} could not be written: {write_problem(error, place, num_bytes)}. The disk needs space and "
-        f"{requirement}. Free some space, or set another default_root_dir. Earlier checkpoints, if any, are intact."
+        f"{requirement}. Free some space, or set a different default_root_dir. Earlier checkpoints, if any, are intact."
     )
 
 

@@ -26,7 +26,7 @@ from lightrl.strategies.checkpoint.atomic_write import (
 )
 from lightrl.strategies.checkpoint.fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint.folder import load_optimizer_state, read_folder
-from lightrl.strategies.checkpoint.safe_reader import check_records, named, of_run
+from lightrl.strategies.checkpoint.safe_reader import check_records, naming_file, of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes and syncs a file next to the target, then renames it: even after `kill -9`, the target is old or new.
 
-    Lightning's writer uses the system's temporary folder; a move from there to another file system is only a copy.
+    Lightning's writer uses the system's temporary folder; a move from there to a different file system is only a copy.
 
     Args:
         save_async: continue training while a checkpoint is written from a copy in memory. If the write fails, the next
@@ -63,7 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if Path(path).is_dir():
             return read_folder(Path(path))
         files = get_filesystem(path)
-        with named(path):
+        with naming_file(path):
             if "http" not in files.protocol and files.isfile(str(path)):
                 with files.open(str(path), "rb") as file:
                     check_records(file)

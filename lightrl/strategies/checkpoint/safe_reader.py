@@ -56,7 +56,7 @@ class DamagedCheckpoint(ValueError):
 
 def load_plain(file: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Reads a checkpoint file onto the CPU; raises ValueError if it is damaged or contains more than plain data."""
-    with named(file):
+    with naming_file(file):
         check_records(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     return of_run(content, file)
@@ -70,7 +70,7 @@ def of_run(content: object, file: str | Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def named(file: str | Path) -> Iterator[None]:
+def naming_file(file: str | Path) -> Iterator[None]:
     """Replaces an error from reading the file, inside the context, by a DamagedCheckpoint that names the file."""
     try:
         yield
@@ -153,7 +153,7 @@ class SafeReader(FileSystemReader):
         folder, needed = Path(self.path), {item.relative_path for item in self.storage_data.values()}
         for name in sorted(needed | {file.name for file in folder.glob(f"*{PARTS}")}):
             mark = mark_of(save_id, name)
-            with named(folder / name), (folder / name).open("rb") as file:
+            with naming_file(folder / name), (folder / name).open("rb") as file:
                 if file.read(len(mark)) != mark:
                     left_over = "" if name in needed else ", which does not need it. Remove it"
                     raise ValueError(f"it is not from the same save as {_METADATA_FILE}{left_over}")
@@ -163,7 +163,7 @@ class SafeReader(FileSystemReader):
         for index in sorted(indices, key=lambda index: self.storage_data[index].offset):
             place = self.storage_data[index]
             file = Path(self.path) / place.relative_path
-            with named(file), file.open("rb") as stream:
+            with naming_file(file), file.open("rb") as stream:
                 stream.seek(place.offset)
                 check_records(io.BytesIO(stream.read(place.length)), index.fqn)
         return super().read_data(plan, planner)

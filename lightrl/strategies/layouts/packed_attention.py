@@ -181,7 +181,7 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
     first = torch.arange(0, num_tokens, _BLOCK)  # the first query of each block
     last = (first + _BLOCK - 1).clamp(max=num_tokens - 1)
     keys = torch.arange(0, int(key_starts[-1]), _BLOCK)  # the first key of each block, [K], against queries [Q, 1]
-    # The keys that a query sees move forward with the query, so the first and the last query bound those of a block.
+    # The keys that a query sees move forward with the query, so the first and last query bound a block's keys.
     (lowest_of_first, own_of_first), (lowest_of_last, own_of_last) = (
         (visible[:, None] for visible in _visible_keys(queries, starts, key_starts, window))
         for queries in (first, last)
@@ -241,7 +241,7 @@ def no_mask(device: torch.device) -> Tensor:
 
 
 def is_flash(model: PreTrainedModel) -> bool:
-    """Whether the model uses transformers' own flash attention."""
+    """Whether the model uses flash attention from transformers."""
     name: str = model.config._attn_implementation
     return name.startswith("flash_attention")
 

@@ -114,7 +114,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (TypeError, ValueError) as error:
-        # Unknown arguments; NotPackable; or transformers' own error for a recurrence without kernels.
+        # Unknown arguments, NotPackable, or transformers' error for a recurrence without kernels.
         log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
         return False
     expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]

@@ -3,10 +3,10 @@
 In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
 lists the forward passes of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
 
-    shared_keys   first  prompt      then  completion a      the prompt's key-values, repeated, precede each completion:
-                                           completion b ·    any lengths, at least two forwards
-    shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, by a mask of
-                  prompt │ completion d │ e   ·              T × T: for short rows
+    shared_keys   first  prompt      then  completion a      each completion follows a copy of the prompt's key-values;
+                                           completion b ·    works for any lengths, needs at least two forwards
+    shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, because of a
+                  prompt │ completion d │ e   ·              T × T mask; suits short rows
 
 On a GPU a microbatch is one packed row: `packed` includes each prompt once, and the attention repeats its keys.
 
@@ -29,7 +29,7 @@ from lightrl.models.model_spec import cache_argument
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-# Cost of one more forward, in tokens: below it, padding is cheaper than calling every layer again.
+# Cost of one more forward, in tokens. Fewer tokens of padding are cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
 MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
@@ -71,7 +71,7 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
     groups = on_host(experience.group_ids)
     if experience.image_rows is not None:
-        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])
+        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])  # but not part of the prompt
         is_alone = (is_read & (on_host(experience.token_ids) == image_token_id)).any(1)
         starts = torch.where(is_alone, ends, starts)
         groups = torch.where(is_alone, -1 - torch.arange(len(ends)), groups)
@@ -131,10 +131,10 @@ class PackedTokens(NamedTuple):
     """The layout of a packed row of P tokens; on the host."""
 
     rows: Tensor  # int64 [P], the trajectory of each token
-    columns: Tensor  # int64 [P], its position in the trajectory
+    columns: Tensor  # int64 [P], the position of each token in its trajectory
     lengths: list[int]  # number of tokens of each part of the row: a prompt, a completion, or a trajectory
     prompts: list[int]  # index of the prompt's part that each part follows, or -1
-    flat_indices: Tensor  # int64 [B, T], index of the state of each trajectory position; -1 if it has none
+    flat_indices: Tensor  # int64 [B, T], index of each trajectory position's state, or -1 without a state
 
 
 def each_alone(experience: Experience) -> list[Row]:

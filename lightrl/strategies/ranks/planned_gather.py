@@ -2,7 +2,7 @@
 
     parameter   held by                          owner   sent
     q_proj      ranks 0, 1, 2, 3, a quarter each     2   ranks 0, 1 and 3 send their quarters to rank 2
-    norm        ranks 0 to 3, each all of it         1   nothing
+    norm        ranks 0 to 3, each a whole copy      1   nothing
 
 An owner receives only parts that it lacks, each once; `full_tensor` would gather every parameter on all ranks.
 Parameters that a server fuses, like q, k and v, have the same owner, so that the owner can compute the digest of the
@@ -91,9 +91,9 @@ def make_plan(
         ValueError: if the parts of a parameter overlap or leave a gap.
     """
     by_name = {layout.name: layout for layout in layouts}
-    owner_of_unit = _owners(by_name, sources, ranks)
+    owner_of_unit = _owners(by_name, sources, ranks)  # a unit is a name prefix, see `_unit`
     owners = {name: owner_of_unit[_unit(name)] for name in sources}
-    sent: Counter[int] = Counter()
+    sent: Counter[int] = Counter()  # rank → bytes that it sends; `_sends_of` updates this
     sends = {
         name: [send for parameter in parameters for send in _sends_of(by_name[parameter], owners[name], sent)]
         for name, parameters in sources.items()
@@ -174,7 +174,7 @@ def _rounds(owners: Mapping[str, int], sizes: Mapping[str, int], bucket_bytes: i
 class PlannedGather:
     """Gathers the parameters of a sharded model whose layout never changes. Every call is collective over `group`.
 
-    A rank holds at most one bucket besides its own part of the model. With NCCL, the first transfer creates
+    A rank holds at most one bucket in addition to its part of the model. With NCCL, the first transfer creates
     connections, for which the run's default group must have been used before; Lightning's setup does that.
 
     Args:

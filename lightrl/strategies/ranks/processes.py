@@ -51,7 +51,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Send:
-    """Rows that one rank sends to another."""
+    """Rows that one rank sends to another rank."""
 
     source: int
     target: int
@@ -343,7 +343,7 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
 
 
 def allow_long_waits(group: dist.ProcessGroup) -> None:
-    """Lets RankWatch, not the group's own deadline, end waits in this group."""
+    """Lets RankWatch, instead of the group's timeout, end waits in this group."""
     getattr(dist, "set_timeout", _set_pg_timeout)(_WATCHED_TIMEOUT, group)  # public from torch 2.14
 
 
@@ -352,7 +352,7 @@ def _watch_store(main_address: str) -> TCPStore:
     listener = None
     with contextlib.suppress(OSError):  # the name does not resolve here, or the address is not this machine's
         address = socket.gethostbyname(main_address)
-        # Some systems resolve a machine's own name to a loopback address, which others cannot reach.
+        # Some systems resolve a machine's name to a loopback address, which other machines cannot reach.
         if not address.startswith("127.") or main_address in ("localhost", address):
             listener = listen(address)
     if listener is None:

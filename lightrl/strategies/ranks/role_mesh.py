@@ -50,7 +50,7 @@ def role_meshes(module: object) -> dict[str, RoleMesh]:
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Raises ValueError if a mesh does not fit, the policy's omits rank 0, or the module trains its own parameters."""
+    """Raises ValueError if a mesh does not fit, the policy's omits rank 0, or the module itself has parameters."""
     meshes = role_meshes(module)
     own = own_parameters(module) if meshes and module is not None else {}
     if names := [name for name, item in own.items() if item.requires_grad]:
@@ -70,7 +70,7 @@ def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
 def make_place(
     world: ProcessRanks, members: range, sizes: Sequence[int], names: Sequence[str], device: torch.device
 ) -> Place:
-    """Creates a role's Place on the ranks `members`, which hold different rows along `dp`. All ranks must call this."""
+    """Creates a role's Place: a mesh of `members` with these axis `sizes` and `names`. All ranks must call this."""
     numbers = torch.arange(members.start, members.stop).reshape(*sizes)
     mesh = DeviceMesh(device.type, numbers, mesh_dim_names=tuple(names))
     control_group = dist.new_group(list(members), backend="gloo", timeout=START_TIMEOUT)
