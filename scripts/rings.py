@@ -86,9 +86,9 @@ LEAVES = {
         "commands/test_setting_help.py", "check-a-run.md#help-for-a-setting"),
     "unused settings": Leaf("commands/unused_settings.py", 95, "unused settings",
         "commands/test_unused_settings.py", "check-a-run.md#settings-without-effect"),
-    "launch": Leaf("commands/launch", 1916, "lightrl launch",
+    "launch": Leaf("commands/launch", 1933, "lightrl launch",
         "commands/test_launch.py launch", "clusters.md#how-the-plan-is-made"),
-    "convert": Leaf("commands/convert", 834, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
+    "convert": Leaf("commands/convert", 863, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
 OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py

@@ -1,4 +1,4 @@
-import importlib.util
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -99,12 +99,13 @@ def test_microbatches_are_as_few_as_the_budget_allows_for_equal_lengths() -> Non
     assert [len(part) for part in experience.microbatch_rows(8)[1]] == [2, 2, 2]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensordict") is None, reason="tensordict is not installed")
-def test_tensordict_has_the_fields_that_are_set() -> None:
+def test_a_tensordict_gives_back_the_fields_that_are_set() -> None:
+    pytest.importorskip("tensordict")
     experience = random_experience()
-    found = experience.to_tensordict()
-    assert set(found.keys()) == set(experience.tensors())
+    tensors, found = experience.tensors(), pickle.loads(pickle.dumps(experience.to_tensordict()))
+    assert set(found.keys()) == set(tensors)
     assert found.batch_size == (9,)
+    assert all(torch.equal(found[[4, 1]][name], tensors[name][[4, 1]]) for name in tensors)
 
 
 def with_extras() -> Experience:

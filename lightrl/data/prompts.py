@@ -15,9 +15,10 @@ from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
 from lightrl.data.mixture import DataSource, Source, sources_of
-from lightrl.data.rows import Row, Rows, check_source, json_able, read_rows, require_column
+from lightrl.data.rows import Row, Rows, check_source, is_missing, json_able, read_rows, require_column
 from lightrl.data.stream import (
     ROWS_AT_ONCE,
+    BadRows,
     CheckedRows,
     IndexedRows,
     LocatedRow,
@@ -80,10 +81,9 @@ class PromptDataModule(L.LightningDataModule):
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
     A prompt is made when its turn comes; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
-    all checked at the start: a bad row is an error, and filtered or overlong rows are dropped. If there are more train
-    rows, only the first 1,000 and 256 others are checked, so that the start takes seconds. A bad row found later ends
-    the run with an error that names it; filtered and overlong rows are skipped and counted in
-    `rollout/skipped_prompts`.
+    all checked at the start. If there are more, only the first 1,000 train rows and 256 others are checked, so that the
+    start takes seconds. A bad row is an error that names it, also later in the run, unless `bad_rows` drops it. Rows
+    dropped at the start are counted in the log, later ones in `rollout/skipped_prompts`.
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
@@ -97,10 +97,12 @@ class PromptDataModule(L.LightningDataModule):
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
+        bad_rows: what to do with a row that is invalid JSON or gives no prompt: raise an `error`, or `drop` it.
+        max_bad_fraction: with `bad_rows: drop`, the largest fraction of a split's rows, 0 to 1, that may be bad.
         prompt_column: the prompt's text, or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
-        image_column: an image or a list of images for a policy that reads images: paths (relative to the data file's
-            folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
+        image_column: an image, a list of images or None, for a policy that reads images: paths (relative to the data
+            file's folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
         answer_column: a column that every row must have, for the reward; None requires none.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
@@ -126,6 +128,8 @@ class PromptDataModule(L.LightningDataModule):
         *,
         batch_size: int,
         row_filter: str | Callable[[Row], bool] | None = None,
+        bad_rows: Literal["error", "drop"] = "error",
+        max_bad_fraction: float = 0.05,
         prompt_column: str = "question",
         image_column: str | None = None,
         answer_column: str | None = "answer",
@@ -148,7 +152,8 @@ class PromptDataModule(L.LightningDataModule):
             max_prompt_tokens=max_prompt_tokens,
             min_prompt_tokens=min_prompt_tokens,
         )
-        check_choice(("error", "drop"), prompt_overflow=prompt_overflow)
+        check_choice(("error", "drop"), prompt_overflow=prompt_overflow, bad_rows=bad_rows)
+        check_bounds(0, 1, max_bad_fraction=max_bad_fraction)
         self._columns_shown = columns_shown(prompt_template) - {"prompt", prompt_column}
         given: dict[Split, Source | None] = {"train": train, "validation": validation, "test": test}
         self.sources = {split: sources_of(source) for split, source in given.items()}
@@ -158,6 +163,7 @@ class PromptDataModule(L.LightningDataModule):
                     reason = f"on {split} data {source.source!r}: only several train sources are mixed by weight"
                     check_effect(reason, weight=(source.weight, 1.0))
         self.row_filter = row_filter
+        self.max_bad_fraction = max_bad_fraction if bad_rows == "drop" else 0.0
         self.batch_size, self.validation_batch_size = batch_size, validation_batch_size
         self.prompt_column, self.image_column, self.answer_column = prompt_column, image_column, answer_column
         self.system_prompt, self.prompt_template = system_prompt, prompt_template
@@ -169,6 +175,7 @@ class PromptDataModule(L.LightningDataModule):
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
+        self._num_filtered = 0  # rows of the split that is being checked
         self._stage = ""  # the last stage that was set up
 
     def attach(
@@ -191,21 +198,10 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        return [self._prompt(rows.locate(index)) for rows in self._filter_rows(split) for index in rows.row_keys()]
-
-    def _filter_rows(self, split: Split) -> list[IndexedRows]:
-        """Returns the rows of a split that pass `row_filter`; logs how many it drops."""
-        parts = [rows.read_whole() for rows in self._open(split)]
-        if self.row_filter is None:
-            return parts
         passes = self._filter()
-        filtered = [rows.only([key for key in rows.row_keys() if passes(rows.locate(key))]) for rows in parts]
-        num_rows = sum(rows.num_rows for rows in parts)
-        num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
-        if num_dropped:
-            names = ", ".join(repr(rows.source.source) for rows in parts)
-            logger.warning("row_filter dropped %d of %d rows of %s.", num_dropped, num_rows, names)
-        return filtered
+        parts = [rows.read_whole() for rows in self._open(split)]
+        located = (rows.locate(index) for rows in parts for index in rows.row_keys())
+        return [self._prompt(row) for row in located if passes(row)]
 
     def _rows_of_make_prompts(self, split: Split) -> list[IndexedRows]:
         """Returns the prompts of a subclass's `make_prompts` as rows. A prompt's id begins with its source's label."""
@@ -253,7 +249,8 @@ class PromptDataModule(L.LightningDataModule):
         """Moves a row's images out of its messages and columns; the reward reads them from the prompt's `images`."""
         in_column: object = []
         if self.image_column is not None:
-            in_column = require_column(row, self.image_column, "image_column", where=where)
+            in_column = require_column(row, self.image_column, "image_column", where=where, may_be_empty=True)
+            in_column = [] if is_missing(in_column) or in_column == "" else in_column
             row = {key: value for key, value in row.items() if key != self.image_column}
         file = Path(source.source).expanduser()
         folder = file.parent if file.is_file() else Path()
@@ -294,7 +291,9 @@ class PromptDataModule(L.LightningDataModule):
 
         def keeps(located: LocatedRow) -> bool:
             with user_code(lambda error: ValueError(f"row_filter raised {error!r} on {located.where}.")):
-                return bool(row_filter(located.row))
+                passes = bool(row_filter(located.row))
+            self._num_filtered += not passes
+            return passes
 
         return keeps
 
@@ -333,14 +332,17 @@ class PromptDataModule(L.LightningDataModule):
             min_tokens=self.min_prompt_tokens,
             overflow=self.prompt_overflow,
         )
-        return RowPrompts(parts, make_and_check, renderer.rendered, self.order_seed, self.shuffle)
+        sizes = [part.num_rows for part in parts]
+        bad = BadRows(None if None in sizes else sum(size or 0 for size in sizes), self.max_bad_fraction)
+        return RowPrompts(parts, make_and_check, renderer.rendered, self.order_seed, self.shuffle, bad=bad)
 
     def _check_split(self, split: Split) -> RowPrompts:
         """Returns a split's prompts; raises ValueError for a bad row among those that are checked at the start."""
-        if split == "train" and self.makes_prompts_of_rows:
+        self._num_filtered = 0
+        if self.makes_prompts_of_rows:
             prompts = self.prompts_on_reading(split)
             num_rows = prompts.num_rows
-            if num_rows is None or num_rows > MAX_CHECKED:
+            if split == "train" and (num_rows is None or num_rows > MAX_CHECKED):
                 made = prompts.first(ROWS_AT_ONCE if num_rows is None else NUM_CHECKED)
                 logger.info(
                     "Checked the first %d of %s train rows; %d became prompts. Other rows are checked when read.",
@@ -349,15 +351,19 @@ class PromptDataModule(L.LightningDataModule):
                     sum(item is not None for item in made),
                 )
                 return prompts
-        if self.makes_prompts_of_rows:
-            prompts = self._prompts_of(self._filter_rows(split), self._prompt)
         else:
             prompts = self._prompts_of(self._rows_of_make_prompts(split), lambda located: located.row)
         if split == "test" and not prompts:
             return self._check_split("validation")
         checked = prompts.check()
-        num_dropped, num_rows = len(prompts) - len(checked), len(prompts)
-        if num_dropped:
+        num_rows, num_bad = len(prompts), prompts.bad.num_bad if prompts.bad is not None else 0
+        if num_bad:
+            logger.warning("Dropped %d bad of %d %s rows.", num_bad, num_rows, split)
+        if self._num_filtered:
+            names = ", ".join(repr(source.source) for source in self.sources[split])
+            logger.warning("row_filter dropped %d of %d rows of %s.", self._num_filtered, num_rows, names)
+            num_rows -= self._num_filtered if self.makes_prompts_of_rows else 0
+        if num_dropped := num_rows - num_bad - len(checked):
             limits = self._limits()
             logger.warning("Dropped %d of %d %ss with %s tokens.", num_dropped, num_rows, self.row_name, limits)
         return checked
@@ -480,6 +486,8 @@ def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) 
 
 
 def _row_of(item: object, where: str) -> Row:
+    if isinstance(item, ValueError):  # of a reader of text files
+        raise item
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")
     return json_able(dict(item))

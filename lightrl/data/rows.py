@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Row: TypeAlias = JsonObject
-NamedRow: TypeAlias = tuple[str, Row]  # a row after its name for messages
+NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row, or what is wrong with it, after its name for messages
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
@@ -132,8 +132,8 @@ def column_of(row: Row, column: str) -> object:
     return column_of(row[name], rest) if is_path else row[column]
 
 
-def require_column(row: Row, column: str, setting: str, *, where: str) -> object:
-    """Returns the value of a column or a dotted path; raises ValueError if it is missing, None, NaN or blank.
+def require_column(row: Row, column: str, setting: str, *, where: str, may_be_empty: bool = False) -> object:
+    """Returns the value of a column or a dotted path; raises ValueError if it is missing, or None, NaN, [] or blank.
 
     Args:
         setting: the setting that names the column.
@@ -142,7 +142,8 @@ def require_column(row: Row, column: str, setting: str, *, where: str) -> object
     problem = f"has an empty column {column!r}"
     try:
         value = column_of(row, column)
-        if not is_missing(value) and value != [] and not (isinstance(value, str) and not value.strip()):
+        is_blank = is_missing(value) or value == [] or (isinstance(value, str) and not value.strip())
+        if may_be_empty or not is_blank:
             return value
     except KeyError:
         problem = f"has no column {column!r}"
@@ -215,7 +216,7 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
 
         return Rows(len(starts), lambda index: _row_at(content, starts[index], name(index)), name)
     if suffix == ".json":
-        return [row for _, row in islice(read_json(path), max_rows)]
+        return [row for _, row in islice(read_json(path), max_rows) if isinstance(row, dict)]
     if suffix == ".csv":
         return _mapped_csv(path, max_rows)
     if suffix in FILE_SUFFIXES:
@@ -244,7 +245,7 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
     """Yields the first rows with their names. `datasets` caches them by these arguments; `version` changes with it."""
-    return ({**row, _NAME: name} for name, row in islice(read_csv(path), max_rows))
+    return ({**row, _NAME: name} for name, row in islice(read_csv(path), max_rows) if isinstance(row, dict))
 
 
 def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
@@ -330,10 +331,14 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
 
 
 def read_lines(path: Path) -> Iterator[NamedRow]:
-    """Yields the rows of a .jsonl file, in order; raises ValueError at the first invalid line."""
+    """Yields the rows of a .jsonl file, in order, and a ValueError for each invalid line."""
     content = _map_file(path)
-    names = ((f"Line {number} of '{path}'", start) for number, start in _line_starts(content, path))
-    return ((name, _row_at(content, start, name)) for name, start in names)
+    for number, start in _line_starts(content, path):
+        name = f"Line {number} of '{path}'"
+        try:
+            yield name, _row_at(content, start, name)
+        except ValueError as error:
+            yield name, error
 
 
 def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,10 +23,13 @@ from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.rows import rename_columns
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
+_ASSUMED_ROWS = 1000  # of a streamed source, for the fraction of bad rows
 _MAX_MADE = 4096  # how many prepared prompts are kept
 
 # The result for a row: its prompt, None if it is dropped, or an error if it is bad.
@@ -136,6 +140,36 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
     return items
 
 
+@dataclass
+class BadRows:
+    """Drops a split's bad rows as long as they are few: at most a fraction of its rows, or of 1,000 if that is unknown.
+
+    The rows that a run reads again in later epochs count again, as do the bad ones among them.
+    """
+
+    num_rows: int | None
+    max_fraction: float  # 0 makes every bad row an error
+    num_read: int = 0
+    num_bad: int = 0
+
+    def allowed(self, made: Made) -> Made:
+        """Returns the result for a row: None for a bad one that is dropped."""
+        self.num_read += 1
+        if not isinstance(made, ValueError):
+            return made
+        self.num_bad += 1
+        if not self.max_fraction:
+            return ValueError(f"{made} (`lightrl doctor data` lists all bad rows; `data.bad_rows: drop` drops them.)")
+        if self.num_bad > self.max_fraction * max(self.num_read, self.num_rows or _ASSUMED_ROWS):
+            return ValueError(
+                f"{self.num_bad} of the first {self.num_read} rows are bad, which exceeds max_bad_fraction="
+                f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last: {made}"
+            )
+        if self.num_bad == 1:
+            logger.warning("Bad rows are dropped (bad_rows: drop). The first: %s", made)
+        return None
+
+
 class CheckedRows(NamedTuple):
     """Hashes and lengths of the prompts in the order of the data, without the prompts themselves."""
 
@@ -155,6 +189,7 @@ class RowPrompts(Sequence["Prompt | None"]):
     shuffle: bool
     ids: Sequence[str] = ()  # ids of all prompts if known; otherwise they are made from the rows, and unique
     checked: CheckedRows | None = None  # if all rows were checked at the start
+    bad: BadRows | None = None  # drops bad rows; None makes each an error
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt | None], *, seed: int = 0, shuffle: bool = True) -> RowPrompts:
@@ -273,7 +308,8 @@ class RowPrompts(Sequence["Prompt | None"]):
                 made.append(self.prompt_of(located))
             except ValueError as error:
                 made.append(error)
-        return self.render(made, names.__getitem__)
+        made = self.render(made, names.__getitem__)
+        return made if self.bad is None else [self.bad.allowed(item) for item in made]
 
 
 class PromptStream:

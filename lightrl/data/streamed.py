@@ -22,6 +22,7 @@ from lightrl.data.mixture import epoch_order
 from lightrl.data.rows import (
     FILE_SUFFIXES,
     TEXT_READERS,
+    Rows,
     file_suffix,
     function_of_rows,
     load_dataset,
@@ -108,11 +109,9 @@ class StreamedRows(SourceRows):
         return f"Row {key.place + 1}{shard} of {self.source.source!r}"
 
     def read_whole(self) -> IndexedRows:
-        rows, names = [], list[str]()
-        for key in self.row_keys():
-            names.append(self.where(key))
-            rows.append(self.row_of(key.item, names[-1]))
-        return IndexedRows(self.source, self.prefix, rows, name_row=names.__getitem__)
+        keys = list(self.row_keys())
+        rows = Rows(len(keys), lambda index: self.row_of(keys[index].item, self.where(keys[index])))
+        return IndexedRows(self.source, self.prefix, rows, name_row=lambda index: self.where(keys[index]))
 
     def row_keys(self) -> Iterator[StreamedRow]:
         in_order = StreamedRows(self.source, self.prefix, self.shards, seed=0, shuffle=False)

@@ -121,8 +121,8 @@ class PromptCursor:
             self.num_skipped += 1
         if self.curriculum is None:
             raise RolloutError(
-                f"{MAX_SKIPPED} consecutive rows give no prompt: row_filter or the length limits drop them. Loosen "
-                "these, or fix the data."
+                f"{MAX_SKIPPED} consecutive rows give no prompt: row_filter, bad_rows or the length limits drop "
+                "them. Loosen these, or fix the data."
             )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "

@@ -183,7 +183,7 @@ def test_readers_of_files_return_rows_or_one_message_with_the_file(tmp_path_fact
     for read in (read_lines, read_json, read_csv):
         problem = ""
         try:
-            assert all(str(file) in name and isinstance(row, dict) for name, row in read(file))
+            assert all(str(file) in name and isinstance(row, dict | ValueError) for name, row in read(file))
         except ValueError as error:
             problem = str(error)
         assert not problem or str(file) in problem

@@ -285,7 +285,7 @@ def test_a_file_that_is_no_configuration_ends_with_2(text, message, tmp_path, ca
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("allocation_mode", "sglang:d4+megatron:d2c2"),  # context parallel
+        ("allocation_mode", "sglang:d4+megatron:d2p2c2"),  # context parallel in a pipeline
         ("allocation_mode", "nonsense"),
         ("allocation_mode", 3),
         ("seed", "${no.such.key}"),
@@ -321,6 +321,18 @@ def test_a_value_that_cannot_be_read_is_listed(key, value):
 def test_a_setting_counts_as_converted_only_if_the_run_is_the_same(areal, key, is_converted):
     result = convert(areal)
     assert (key in result.converted, key in result.left) == (is_converted, not is_converted)
+
+
+@pytest.mark.parametrize("servers", ["sglang", "vllm"])
+def test_an_allocation_keeps_context_experts_vllm_and_offloads(servers: str):
+    offloads = {"fsdp": {"offload_params": True}, "optimizer": {"offload": True}}
+    engines = {"sglang": {"context_length": 4096}, "vllm": {"max_model_len": 4096}}
+    result = convert({**actor(**offloads), "allocation_mode": f"{servers}:d4+megatron:d2c2e2", **engines})
+    trainer = result.settings["trainer"]
+    assert result.settings["launch"]["allocation"] == f"{servers}:d4+megatron:d2c2e2"
+    assert trainer["strategy"]["init_args"]["offload_to_cpu"] == ["parameters", "optimizer"]
+    assert trainer["engine"]["class_path"] == {"sglang": "SGLangEngine", "vllm": "VLLMEngine"}[servers]
+    assert ("sglang.context_length" in result.left) is (servers == "vllm")
 
 
 def test_backends_of_rollout_and_actor_are_one_allocation():

@@ -40,6 +40,13 @@ def test_a_column_of_paths_is_read_from_the_files_folder(tmp_path: Path):
     assert second.token_ids.count(IMAGE) == 2 * TOKENS_EACH
 
 
+def test_some_rows_may_have_no_image(tmp_path: Path):
+    rows = [{"image": image, "question": "1"} for image in (None, [], RED)]
+    prompts = prompts_of(rows, tmp_path, image_column="image")
+    assert [(prompt.images, prompt.token_ids[-1]) for prompt in prompts] == [((), 4), ((), 4), ((RED,), 4)]
+    assert [prompt.token_ids.count(IMAGE) for prompt in prompts] == [0, 0, TOKENS_EACH]
+
+
 def test_messages_name_their_images_where_they_stand(tmp_path: Path):
     content = [{"type": "text", "text": "1"}, {"type": "image", "image": RED}, {"type": "text", "text": "2"}]
     (prompt,) = prompts_of([{"question": [{"role": "user", "content": content}]}], tmp_path)

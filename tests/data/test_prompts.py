@@ -1,3 +1,4 @@
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -171,6 +172,37 @@ def test_a_template_that_shows_what_the_reward_reads_is_warned_of_once(
     set_up(PromptDataModule(source, batch_size=1, prompt_template=template, **settings), plain_tokenizer)
     warnings = [record.message for record in caplog.records if "shows column" in record.message]
     assert [warning.split("'")[1] for warning in warnings] == shown
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_bad_rows_are_dropped_and_counted_up_to_a_fraction(
+    tmp_path: Path, plain_tokenizer, caplog: pytest.LogCaptureFixture, split: str, streaming: bool
+):
+    good = [json.dumps({"question": str(n), "answer": "1"}) for n in range(6)]
+    bad = ["{", "[1]", '{"question": "7"}', '{"question": " ", "answer": "1"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join([*bad[:2], *good, *bad[2:]]))
+    (tmp_path / "good.jsonl").write_text("\n".join(good))
+
+    def questions(**settings: Any) -> list[str]:
+        given = {"train": "good.jsonl", "validation": None, split: "rows.jsonl"}
+        sources = {
+            name: None if file is None else DataSource(str(tmp_path / file), streaming=streaming)
+            for name, file in given.items()
+        }
+        data = set_up(PromptDataModule(**sources, batch_size=2, shuffle=False, **settings), plain_tokenizer)
+        if split == "validation":
+            return [prompt.fields["question"] for prompt in data.prompts[split]]
+        return [prompt.fields["question"] for n in range(10) if (prompt := data.prompt_stream[n]) is not None][:6]
+
+    with pytest.raises(ValueError, match=r"Line 1 of .* is not valid JSON.*`data.bad_rows: drop` drops them"):
+        questions()
+    assert questions(bad_rows="drop", max_bad_fraction=0.4) == list("012345")
+    assert "Bad rows are dropped (bad_rows: drop). The first: Line 1 of " in caplog.text
+    assert ("Dropped 4 bad of 10" in caplog.text) is not (split == "train" and streaming)
+    few = 0.001 if split == "train" and streaming else 0.3  # of 1,000 rows, as there may be more
+    with pytest.raises(ValueError, match=r"rows are bad, which exceeds max_bad_fraction=0.* The last: Line"):
+        questions(bad_rows="drop", max_bad_fraction=few)
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])

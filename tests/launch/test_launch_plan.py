@@ -116,6 +116,21 @@ def test_the_allocation_decides_how_the_model_is_split():
     assert trainer["strategy"] == {"class_path": "Parallel3DStrategy", "init_args": {"pp": 2, "tp": 1}}
 
 
+@pytest.mark.parametrize("strategy", [None, "FSDP2Strategy"])
+@pytest.mark.parametrize(
+    ("allocation", "sizes"),
+    [("d2c2", {"cp": 2}), ("megatron:d4e2", {"ep": 2}), ("megatron:(attn:d2c2|ffn:d1e4)", {"cp": 2, "ep": 4})],
+)
+def test_the_allocation_sets_cp_and_ep_of_all_its_gpus(allocation: str, sizes: dict, strategy: str | None):
+    facts = RunFacts(strategy=strategy, planned=planned(engine=SERVERS))
+    plan = plan_of(facts, gpus_per_node=6, allocation=f"vllm:d2+{allocation}")
+    assert plan.settings["trainer"]["strategy"] == {"class_path": "FSDP2Strategy", "init_args": sizes}
+    assert len(plan.of("trainer")) == plan.layout.ranks == 4
+    assert plan.settings["trainer"]["engine"]["class_path"] == "VLLMEngine"
+    run = plan.of_memory(facts.planned)
+    assert (run.roles[0].cp, run.ep) == (sizes.get("cp", 1), sizes.get("ep", 1))
+
+
 def test_the_engines_own_servers_are_placed_if_the_launch_names_none():
     plan = plan_of(RunFacts(engine="SGLangEngine", servers=2, tp=2), gpus_per_node=8)
     assert plan.layout == Layout(1, 2, 2)
@@ -170,9 +185,11 @@ REFUSED = {
         {"gpus_per_node": 128, "gpu_memory_gb": 16, "ranks": 64, "servers": 1, "tp": 1},
         {"planned": planned(microbatch_tokens=1024, **FRUGAL, engine=SERVERS)}, "a server's GPU needs 15",
     ),
-    "vllm": ({"allocation": "vllm:d2+fsdp:d2"}, {}, "For VLLMEngine set launch.ranks"),
-    "experts": ({"allocation": "megatron:d4e2"}, {}, "not by e"),
-    "context": ({"allocation": "fsdp:d4c2"}, {}, "not by c. Leave c out, and set cp of FSDP2Strategy"),
+    "vllm in place of SGLang": ({"allocation": "vllm:d2+d2"}, {"engine": "SGLangEngine"}, "servers of VLLMEngine"),
+    "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
+    "experts and a pipeline": ({"allocation": "megatron:d4p2e2"}, {}, "cannot use e here"),
+    "context and a split by tensors": ({"allocation": "fsdp:d4t2c2"}, {}, "cannot use c here"),
+    "context in 3D": ({"allocation": "d2c2"}, {"strategy": "Parallel3DStrategy"}, "set trainer.strategy to it"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
     "nothing to train": ({"allocation": "sglang:d4"}, {}, "nothing in it trains"),
 }  # fmt: skip

@@ -90,7 +90,9 @@ def allocation(text: str, areal: Leaves) -> Outcome:
     if pp * tp > 1:
         settings |= {"strategy.class_path": "Parallel3DStrategy", "strategy.pp": pp, "strategy.tp": tp}
     elif layout.ranks > 1:
-        settings |= {"strategy.class_path": "FSDP2Strategy"}
+        settings |= {"strategy.class_path": "FSDP2Strategy"}  # to which the launch adds cp and ep
+    if layout.engine == "VLLMEngine":
+        settings |= {"engine.class_path": "VLLMEngine"}
     return Outcome(settings)
 
 
@@ -107,13 +109,29 @@ def actor_backend(text: str | None, areal: Leaves) -> Outcome:
     return allocation(text, areal)
 
 
-def activation_checkpointing(value: bool | None, areal: Leaves) -> Outcome:
-    if not value:
-        return Outcome()
+def offloaded(areal: Leaves) -> list[str]:
+    return [name for key, name in _OFFLOADS.items() if areal.get(key)]
+
+
+_STRATEGIES = ("FSDP2Strategy", "Parallel3DStrategy")
+_OFFLOADS = {"actor.fsdp.offload_params": "parameters", "actor.optimizer.offload": "optimizer"}
+
+
+def of_strategy(name: str, value_of: Callable[[Leaves], object], *kinds: str) -> Rule:
+    """Returns a rule that sets a strategy's setting if the allocation has a strategy of these kinds."""
     rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
-    if any("strategy.class_path" in rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
-        return Outcome({"strategy.activation_checkpointing": True})
-    return Outcome(left="one process does not recompute activations; set trainer.strategy to FSDP2Strategy, which can")
+
+    def rule(value: bool | None, areal: Leaves) -> Outcome:
+        if not value:
+            return Outcome()
+        outcomes = [rule(areal[key], areal) for key, rule in rules.items() if key in areal]
+        if {outcome.settings.get("strategy.class_path") for outcome in outcomes} & set(kinds):
+            return Outcome({f"strategy.{name}": value_of(areal)})
+        return Outcome(
+            left=f"the converted run has no strategy with {name}; set trainer.strategy to {kinds[0]} with it"
+        )
+
+    return rule
 
 
 def policy(path: str, areal: Leaves) -> Outcome:
@@ -452,7 +470,7 @@ ROWS: dict[str, Rule] = {
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
     "actor.disable_dropout": only(True, else_="models stay in evaluation mode, so that engine and trainer agree"),
-    "actor.gradient_checkpointing": activation_checkpointing,
+    "actor.gradient_checkpointing": of_strategy("activation_checkpointing", lambda areal: True, *_STRATEGIES),
     "actor.dtype": precision,
     "actor.grad_reduce_dtype": only("float32", else_="see FSDP2Strategy"),
     "actor.attn_impl": left("transformers' default applies; see attn_implementation of ModelSpec"),
@@ -464,7 +482,7 @@ ROWS: dict[str, Rule] = {
     "actor.lora_*": used_by("actor.path"),
     "actor.target_modules": used_by("actor.path"),
     "actor.peft_type": only("lora", else_="adapters are LoRA"),
-    "actor.fsdp.offload_params": only(False, else_="add parameters to offload_to_cpu of FSDP2Strategy"),
+    **dict.fromkeys(_OFFLOADS, of_strategy("offload_to_cpu", offloaded, "FSDP2Strategy")),
     "actor.optimizer": left("the optimizer must be a mapping with lr"),
     "actor.optimizer.type": only("adam", "adamw", else_="the optimizer is AdamW; override configure_optimizers"),
     "actor.optimizer.lr": to("model.lr"),
@@ -478,7 +496,6 @@ ROWS: dict[str, Rule] = {
     "actor.optimizer.min_lr_ratio": min_lr,
     "actor.optimizer.warmup_steps_proportion": warmup("model.warmup_iterations", takes_share=True),
     "actor.optimizer.gradient_clipping": to("trainer.gradient_clip_val"),
-    "actor.optimizer.offload": only(False, else_="add optimizer to offload_to_cpu of FSDP2Strategy"),
     "actor.optimizer.*": left("gradients are not scaled: lightrl trains in float32 or bfloat16"),
     "actor.weight_update_mode": transport,
     # The loss
@@ -525,7 +542,7 @@ ROWS: dict[str, Rule] = {
     "sglang.model_path": repeats("actor.path"),
     "sglang.enable_multithread_load": only(False, else_="AReaL has this option, but SGLang does not"),
     "sglang.enable_fast_load": only(False, else_="AReaL has this option, but SGLang does not"),
-    "vllm.*": left("the converted run has SGLangEngine; VLLMEngine takes these as its server_args"),
+    "vllm.*": left("VLLMEngine takes these as its server_args"),
     # Data
     "train_dataset.path": train_data,
     "valid_dataset.path": lambda path, areal: Outcome({"data.validation": source(path)}),
@@ -593,6 +610,17 @@ CORE = {
 }  # fmt: skip
 
 
+def sglang_argument(name: str) -> Rule:
+    """Returns a rule for a setting of SGLang's servers, which a run with vLLM's does not have."""
+
+    def rule(value: object, areal: Leaves) -> Outcome:
+        if any(str(areal.get(key)).startswith("vllm") for key in ("allocation_mode", "rollout.backend")):
+            return Outcome(left="the allocation has vLLM servers")
+        return to(f"engine.server_args.{name}")(value, areal)
+
+    return rule
+
+
 def areal_key(key: str) -> str:
     """Returns the current name of a setting; the longest matching prefix in `CORE` applies."""
     fitting = [old for old in CORE if key == old or (old[-1] in "._" and key.startswith(old))]
@@ -608,7 +636,7 @@ def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:
     if key in ROWS:
         return ROWS[key]
     if key.startswith("sglang."):
-        return to(f"engine.server_args.{key.removeprefix('sglang.')}")
+        return sglang_argument(key.removeprefix("sglang."))
     for section in ("ref", "critic"):
         twin = key.replace(f"{section}.", "actor.", 1)
         if key.startswith(f"{section}.") and rule_of(twin) is not None:

@@ -195,7 +195,8 @@ def _nested(flat: JsonMapping, algorithm: str, data_class: str) -> JsonObject:
     if strategy and "class_path" in strategy:
         trainer["strategy"] = _class(strategy.pop("class_path"), strategy)
     if data_class == "PromptDataModule" and (engine or tree.get("launch", {}).get("allocation")):
-        trainer["engine"] = _class("SGLangEngine", engine)
+        kind = (engine or {}).pop("class_path", "SGLangEngine")
+        trainer["engine"] = _class(kind, engine)
     for section, classes in (("logger", tree.pop("loggers", {})), ("callbacks", tree.pop("callbacks", {}))):
         if classes:
             trainer[section] = [_class(name.split(":")[0], arguments) for name, arguments in classes.items()]

@@ -7,7 +7,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import lightning as L
@@ -93,7 +93,7 @@ def read_split(
         if split in datamodule.prompts:
             report.add(datamodule.prompts[split][:max_rows])
         return report
-    prompts = datamodule.prompts_on_reading(split)
+    prompts = replace(datamodule.prompts_on_reading(split), bad=None)
     with tqdm(total=prompts.num_rows, desc=split, disable=None, leave=False) as bar:
         try:
             for rows in prompts.one_pass():

@@ -274,24 +274,31 @@ def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list
         raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. Remove it.")
     if facts.strategy == "Parallel3DStrategy" and strategy_split != (pp, tp):
         raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy (pp, tp)={strategy_split}.")
+    sizes = {name: size for name, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1}
+    name, sizes = ("Parallel3DStrategy", {"pp": pp, "tp": tp}) if pp * tp > 1 else ("FSDP2Strategy", sizes)
     if facts.strategy is None and layout.ranks > 1:
-        arguments: JsonObject = {} if pp * tp == 1 else {"init_args": {"pp": pp, "tp": tp}}
-        name = "Parallel3DStrategy" if arguments else "FSDP2Strategy"
-        trainer["strategy"] = {"class_path": name, **arguments}
+        trainer["strategy"] = {"class_path": name, **({"init_args": sizes} if sizes else {})}
         notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
+    elif sizes and name == "FSDP2Strategy":
+        if facts.strategy != name:
+            raise ValueError(f"The allocation has c or e, which are cp and ep of {name}: set trainer.strategy to it.")
+        trainer["strategy"] = {"class_path": name, "init_args": sizes}
     if layout.servers:
+        engine = facts.engine or layout.engine or "SGLangEngine"
+        if layout.engine not in (None, engine):
+            raise ValueError(f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}.")
         if facts.has_urls:
             raise ValueError("trainer.engine has urls of running servers. Remove urls, or set launch.servers: 0.")
-        if facts.engine not in (None, "SGLangEngine", "VLLMEngine"):
+        if engine not in ("SGLangEngine", "VLLMEngine"):
             raise ValueError(
-                f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {facts.engine}. "
+                f"launch.servers={layout.servers} needs an engine with servers, but trainer.engine is {engine}. "
                 "Use SGLangEngine or VLLMEngine, or set launch.servers: 0."
             )
-        if facts.engine == "VLLMEngine" and layout.placement == "colocated":
+        if engine == "VLLMEngine" and layout.placement == "colocated":
             raise ValueError("launch.placement=colocated needs SGLangEngine: vLLM never frees memory. Use separate.")
         # the launch starts the servers; the engine finds them in its registry
         arguments = {"servers": None, "tp": layout.tp, "placement": layout.placement}
-        trainer["engine"] = {"class_path": facts.engine or "SGLangEngine", "init_args": arguments}
+        trainer["engine"] = {"class_path": engine, "init_args": arguments}
     return {"trainer": trainer}, notes
 
 
@@ -367,6 +374,8 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
 def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
     """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
+    roles = tuple(replace(role, cp=max(role.cp, layout.cp)) for role in run.roles)
+    run = replace(run, ep=max(run.ep, layout.ep), roles=roles)
     if run.engine is None or not layout.servers:
         return run
     return replace(run, engine=replace(run.engine, place="servers", servers=layout.servers, tp=layout.tp))

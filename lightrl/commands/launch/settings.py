@@ -55,7 +55,8 @@ class Launch:
         nodes: number of hosts.
         gpus_per_node: GPUs per host, or with `accelerator: cpu` the number of ranks and servers on it. None means the
             GPUs of this machine or, for other launchers, the number that the run needs.
-        allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`.
+        allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`; it
+            also sets pp and tp of Parallel3DStrategy, or cp and ep of FSDP2Strategy.
         ranks: number of trainer ranks; None means `trainer.devices` times `trainer.num_nodes`.
         servers: number of servers of SGLangEngine or VLLMEngine; None uses the engine's `servers`.
         tp: GPUs per server; None uses the engine's `tp`.
@@ -133,6 +134,9 @@ class Layout:
     placement: Literal["separate", "colocated"] = "separate"
     trainer_pp: int | None = None  # None if the strategy decides
     trainer_tp: int | None = None
+    cp: int = 1  # of FSDP2Strategy, as ep; 1: the strategy decides
+    ep: int = 1
+    engine: str | None = None  # the class whose servers these are; None: the run's, or SGLangEngine
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
@@ -171,20 +175,24 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
             "`mesh: {first_rank: …, num_ranks: …}` for each role with separate ranks"
         )
     model = trained[0]
-    if {part.backend for part in served} - {"sglang"} or any(part.pp > 1 for part in served):
-        raise refused(
-            "its servers must be SGLang servers with only d and t. For VLLMEngine, set launch.ranks, servers and tp"
-        )
-    for letter, size in (("c", model.cp), ("e", model.ep * model.expert_tp)):
-        if size > 1:
-            raise refused(
-                f"lightrl's strategies split by d, p and t here, not by {letter}. Leave {letter} out, and set "
-                f"{letter}p of FSDP2Strategy"
-            )
+    if any(part.pp > 1 for part in served):
+        raise refused("lightrl's servers have d and t, but no p")
+    sizes = (("c", model.cp), ("e", model.ep))
+    split = [letter for letter, size in (*sizes, ("ffn:t", model.expert_tp)) if size > 1]
+    if split and (model.pp * model.tp > 1 or model.expert_tp > 1):
+        raise refused(f"Parallel3DStrategy has p and t, FSDP2Strategy has c and e: lightrl cannot use {split[0]} here")
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(
-        model.num_gpus, servers.dp, servers.tp, "colocated" if is_colocated else "separate", model.pp, model.tp
+        model.num_gpus,
+        servers.dp,
+        servers.tp,
+        "colocated" if is_colocated else "separate",
+        model.pp,
+        model.tp,
+        cp=model.cp,
+        ep=model.ep,
+        engine={"sglang": "SGLangEngine", "vllm": "VLLMEngine"}[servers.backend] if served else None,
     )
 
 
