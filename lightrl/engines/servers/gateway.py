@@ -104,13 +104,13 @@ class Gateway(Connection, Router):
         self.state = state
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Does nothing, because `settle` reads each server's load from the gateway."""
+        """No-op, because `settle` reads each server's load from the gateway."""
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
         return self.fleet.in_state(*states)
 
     def start_request(self, server: Server, tokens: int) -> None:
-        """Does nothing, because `settle` reads the number of requests from the gateway."""
+        """No-op, because `settle` reads the number of requests from the gateway."""
 
     end_request = start_request
 
@@ -124,12 +124,12 @@ class Gateway(Connection, Router):
     def check_installed(router: str) -> None:
         if router == "smg" and importlib.util.find_spec("smg") is None:
             raise ValueError(
-                "router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address."
+                "router: smg needs SGLang's gateway. Run `pip install smg`, or set router to a gateway's address."
             )
 
     @classmethod
     def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
-        """Returns the gateway at `router`; or starts one with the servers' token, which `source` keeps running."""
+        """Returns the gateway at `router`. For `smg`, starts one with the servers' token; `source` keeps it running."""
         if router != "smg":
             return cls(as_url(router), source.token, fleet, timeouts=timeouts)
         process = smg_process(source.token)

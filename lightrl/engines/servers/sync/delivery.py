@@ -44,7 +44,7 @@ TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings for sending weights; its loader sends whole weights, with added parameters merged in."""
+    """The settings for sending weights. Its loader sends whole weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
@@ -61,7 +61,7 @@ class WeightDelivery:
         """Raises ValueError if this machine cannot use the transport."""
         if self.transport in self.gpu_transports and not torch.cuda.is_available():
             raise ValueError(
-                f"transport={self.transport!r} needs a GPU, but torch finds none. Use another transport, such as disk."
+                f"transport={self.transport!r} needs a GPU, but torch finds none. Use a different one, such as disk."
             )
 
     def check_reach(self, urls: Sequence[str]) -> None:
