@@ -131,9 +131,8 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
     if isinstance(error, RolloutError):
         raise error
     if error is not None:
-        raise RolloutError(
-            f"{name} raised {type(error).__name__}: {error}. Fix it, or catch the exception there."
-        ) from error
+        problem = f"{name} raised {type(error).__name__}: {error}. Fix it, or catch the exception there."
+        raise RolloutError(problem) from error
     return value
 
 

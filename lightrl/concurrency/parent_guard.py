@@ -90,6 +90,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Sends SIGTERM, and after `grace_s` SIGKILL to the command, its group and all descendants."""
     if process.poll() is None and grace_s > 0:
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s

@@ -262,6 +262,7 @@ class RolloutController:
         }
 
     def _load(self, state: State) -> None:
+        """Restores the state; raises RolloutError if it is unreadable, and warns if the prompts differ."""
         cursor, prompts = self._cursor, self._cursor.prompts
         try:
             self._scheduler.load_state_dict(state)

@@ -238,7 +238,7 @@ class DeltaFolder:
         return sums
 
     def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Names the folder after the version, or clears it and raises if its digest differs; `sums`: known checksums."""
+        """Names the folder after the version; if its digest differs, clears it and raises. `sums`: known checksums."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]

@@ -270,6 +270,7 @@ class ShareWriter:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
+        """Checks a bucket, quantizes it if necessary, and writes it; does nothing after a failure."""
         if self.problem is not None or not self._form.layout(bucket):
             return
         path = self._place / f"model-{self._rank:04d}-{len(self.files) + 1:05d}.safetensors"

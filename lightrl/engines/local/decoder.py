@@ -223,9 +223,8 @@ class HuggingFaceDecoder:
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
-                raise ValueError(
-                    f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
-                )
+                problem = f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
+                raise ValueError(problem)
             return
         self._routes = routes
         try:
@@ -336,6 +335,7 @@ class HuggingFaceDecoder:
         cache: DynamicCache | None,
         inputs: Mapping[str, Any] | None = None,  # used instead of the token ids if there are images
     ) -> tuple[DynamicCache, Tensor]:
+        """Runs the model on these tokens; returns the cache, which is new if `cache` is None, and the logits."""
         from transformers import DynamicCache
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}

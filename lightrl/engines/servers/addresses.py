@@ -34,9 +34,8 @@ def addresses_from_environment() -> list[str]:
     for name in ADDRESS_VARIABLES:
         if addresses := read_addresses(name):
             return addresses
-    raise ValueError(
-        "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
-    )
+    problem = "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
+    raise ValueError(problem)
 
 
 def read_addresses(name: str) -> list[str]:

@@ -181,9 +181,8 @@ class ServerClient(Connection, ABC):
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"{self.name} answered {path} in an unknown format ({error!r}). Use {self.version}."
-            ) from error
+            problem = f"{self.name} answered {path} in an unknown format ({error!r}). Use {self.version}."
+            raise EngineError(problem) from error
 
     async def has_path(self, path: str, timeout_s: float) -> bool:
         """Whether the server answers a GET of this path, which shows what kind of server it is."""

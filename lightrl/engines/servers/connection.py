@@ -233,6 +233,7 @@ class Connection:
         read: Callable[[bytes], Any] | None,
         answer_headers: dict[str, str] | None,
     ) -> Any:
+        """Sends the request once; turns every failure into an EngineError that names the server."""
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body

@@ -123,9 +123,8 @@ class Gateway(Connection, Router):
     @staticmethod
     def check_installed(router: str) -> None:
         if router == "smg" and importlib.util.find_spec("smg") is None:
-            raise ValueError(
-                "router: smg needs SGLang's gateway. Run `pip install smg`, or set router to a gateway's address."
-            )
+            problem = "router: smg needs SGLang's gateway. Run `pip install smg`, or set router to a gateway's address."
+            raise ValueError(problem)
 
     @classmethod
     def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
@@ -193,6 +192,7 @@ class Gateway(Connection, Router):
         await self.close()
 
     async def _update_workers(self) -> frozenset[str]:
+        """Adds and removes workers; returns the servers to which the gateway may send requests."""
         timeout_s = min(self.timeouts.hang_s, self.timeouts.request_s)
         answer = await self.request("GET", "/workers", timeout_s=timeout_s)
         try:

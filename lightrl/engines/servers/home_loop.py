@@ -113,9 +113,8 @@ class HomeLoop:
 
         def check() -> None:
             if time.monotonic() > deadline_s:
-                raise EngineTimeout(
-                    f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
-                )
+                problem = f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
+                raise EngineTimeout(problem)
 
         try:
             wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline catches a blocked loop

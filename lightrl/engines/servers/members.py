@@ -103,9 +103,8 @@ class Members:
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
-            raise EngineTimeout(
-                f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {self.router.problem}"
-            )
+            problem = f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {self.router.problem}"
+            raise EngineTimeout(problem)
         if not self.fleet.has_hope() or (is_late and not self.fleet.in_state(*ACTIVE)):
             waited = f"none returned within engine.timeouts.startup_s={limit_s:g}; " if is_late else ""
             raise EngineError(

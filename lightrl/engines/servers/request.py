@@ -113,14 +113,12 @@ class CompletionDraft:
         """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if the completion is finished."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
-            raise MalformedAnswer(
-                f"{server} answered {path} with {answer.problem}. Check that this run loaded its weights."
-            )
+            problem = f"{server} answered {path} with {answer.problem}. Check that this run loaded its weights."
+            raise MalformedAnswer(problem)
         if (named := self.named_version) is not None:
             if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
-                raise MalformedAnswer(
-                    f"{server} generated with base version {other}, but {named.name} needs base {named.base_version}."
-                )
+                problem = f"{server} generated with base version {other}; {named.name} needs base {named.base_version}."
+                raise MalformedAnswer(problem)
             versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= self.vocab_size:
             raise MalformedAnswer(
@@ -273,6 +271,7 @@ def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
 
 
 def _checked(raw: RawAnswer) -> Answer:
+    """Checks and converts an answer; describes what is wrong in its `problem`."""
     token_ids: TokenArray[int] = TokenArray(raw.token_ids, "i")
     logprobs: TokenArray[float] = TokenArray(raw.logprobs, "f")
     _check_numbers(token_ids, logprobs)

@@ -87,9 +87,8 @@ class ModelProcess(ServerProcess):
         built = str(Path(cache).expanduser() / f"{kind}-cpu/bin/python")
         if is_built(built):
             return built, True
-        raise ValueError(
-            f"No Python with {cls.title} was found: {setting} is not set, and {built} does not exist. {how}"
-        )
+        problem = f"No Python with {cls.title} was found: {setting} is not set, and {built} does not exist. {how}"
+        raise ValueError(problem)
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -190,6 +190,7 @@ class WeightLoader:
         """Loads whatever a returning server needs besides the weights; in this class, nothing."""
 
     async def _identify(self, server: Server) -> None:
+        """Updates `info`; a known server that now lacks a required argument is lost and excluded from loads."""
         is_known = server.info is not None
         self._refused.discard(server)
         try:
@@ -231,6 +232,7 @@ class WeightLoader:
             self.members.lose(server, problem)
 
     async def _finish_load(self, servers: Sequence[Server], report: SyncReport | None) -> None:
+        """Updates each server's state from the outcome of its load, and lets requests continue."""
         for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"

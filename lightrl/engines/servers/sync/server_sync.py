@@ -124,9 +124,8 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
     """Returns the error of a sync whose event loop has stopped."""
     cause = f"The rollout thread died: {deaths[loop]!r}" if loop in deaths else "The log says why"
-    return WeightSyncError(
-        f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
-    )
+    problem = f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
+    return WeightSyncError(problem)
 
 
 log = logging.getLogger(__name__)
@@ -310,6 +309,7 @@ class ServerSync:
         return await _resume_servers(sync)
 
     async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
+        """Loads the buckets, or the version that the transport holds, into the paused servers."""
         has_bracket: dict[Server, bool] = {}
         if self.transport.needs_bracket:
             has_bracket = await sync.ask(_begin_update)

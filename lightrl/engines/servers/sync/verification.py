@@ -129,6 +129,7 @@ class WeightVerifier:
     def _compare(
         self, server: Server, weight_version: int, ranks: RankDigests | None
     ) -> tuple[Verification | None, str]:
+        """Compares the digests as `verify` does, without regard to earlier results."""
         info = server.info
         if info is None or weight_version not in self._versions:
             return "version", f"the digests of version {weight_version} are unknown"

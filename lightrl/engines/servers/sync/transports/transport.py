@@ -99,6 +99,7 @@ class Streaming(WeightTransport):
         """Sends a bucket to all servers; the last one comes with a `version` and also flushes the servers' caches."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Sends the buckets to all servers; returns the number of bytes."""
         num_bytes = 0
         async for bucket in buckets:
             servers.check_some_left()
