@@ -50,7 +50,7 @@ async def outcome_in_thread(
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
             f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give them their own deadline, or make them async functions, which can be cancelled"
+            "more are started. Give each function a deadline, or make it an async function, which can be cancelled"
         )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
     process = os.getpid()

@@ -190,10 +190,10 @@ class DropCounter:
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
-        self._num_done = 0  # trajectories, since the last batch was taken
-        self._num_failed = 0  # trajectories that failed, since then
-        self.num_kept = 0  # groups, since then
-        self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
+        self._num_done = 0  # finished trajectories, since the last batch was taken
+        self._num_failed = 0  # failed trajectories, since then
+        self.num_kept = 0  # kept groups, since then
+        self._num_dropped: collections.Counter[str] = collections.Counter()  # dropped groups, since then
 
     def begin_iteration(self) -> None:
         """Resets the counts, because a batch was taken."""

@@ -289,7 +289,7 @@ class AdmissionBatch:
     async def batch(self) -> AsyncIterator[None]:
         """Waits for the previous batch and for the engine's pause.
 
-        On cancellation the engine is resumed. The resume itself is never cancelled; the engine would stay paused.
+        On cancellation the engine is resumed. The resume is never cancelled, or else the engine would stay paused.
         """
         async with self._lock:
             try:

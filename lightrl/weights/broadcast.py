@@ -108,7 +108,7 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Context manager in which new gloo groups use this network interface instead of the host name's interface."""
+    """Context manager: new gloo groups inside it use this network interface instead of the host name's interface."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

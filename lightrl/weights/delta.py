@@ -3,7 +3,7 @@
 The functions work on chunks of `CHUNK` elements of a flat tensor, whose bits are read as unsigned integers. An update
 of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring value. A chunk is therefore sent as
 
-    sparse    the gaps between changed elements, a byte each, and the differences of their bits
+    sparse    the gaps between changed elements, one byte each, and the differences of their bits
     dense     the difference of each element's bits, if a quarter or more of the elements changed
     nothing   if no element changed
 

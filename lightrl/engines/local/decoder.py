@@ -191,7 +191,7 @@ class HuggingFaceDecoder:
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
-            # A layer needs a kind of state, or the model a cache class, that this cache lacks.
+            # This cache lacks a kind of state, or the cache class, that the model needs.
             return False
         layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]

@@ -177,7 +177,7 @@ class ServerClient(Connection, ABC):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Context manager for reading an answer of `path`: an unexpected format raises EngineError."""
+        """Context manager for reading an answer of `path`; raises EngineError if its format is unexpected."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:

@@ -79,7 +79,7 @@ class ServerFleet:
         return not was_gone
 
     def forget(self, server: Server) -> None:
-        """Removes a server that has left, or was restarted at another address."""
+        """Removes a server that has left, or was restarted at a different address."""
         if self.has(server):
             del self.servers[server.url]
 

@@ -3,7 +3,7 @@
     RequestLoop ── /generate ──► smg ──► one of its workers
     Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
 
-So requests reach only servers whose current weights are verified. Paths and fields are those of smg 1.13.0. A deleted
+So requests reach only servers whose current weights are verified. Paths and fields match smg 1.13.0. A deleted
 worker gets no new requests; for 5 seconds it is listed as `draining` and cannot be added again.
 """
 

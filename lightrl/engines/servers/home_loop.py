@@ -49,7 +49,7 @@ class HomeLoop:
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
-                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request ended with %r.", error)
+                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request raised %r.", error)
             )
             self._own_thread.start()
             self._enter(self._own_thread.loop)
@@ -166,7 +166,7 @@ class HomeLoop:
 
     @contextlib.contextmanager
     def cancelled_with_loop(self) -> Iterator[None]:
-        """Context manager: if the loop changes inside it, the current task is cancelled."""
+        """Context manager inside which the current task is cancelled if the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

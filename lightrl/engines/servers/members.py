@@ -168,7 +168,7 @@ class Members:
         await server.client.close(for_good=True)
 
     async def disconnect(self, *, for_good: bool = False) -> None:
-        """Closes all connections; unless `for_good`, the next requests open new ones, on this or another loop."""
+        """Closes all connections; unless `for_good`, later requests open new ones, perhaps on a different loop."""
         for server in self.fleet.in_state():
             await server.client.close(for_good=for_good)
         await self.router.close(for_good=for_good)

@@ -142,7 +142,7 @@ class RequestLoop:
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns these sequences' logprobs at temperature 1 from each routable server, 0 for each first token.
 
-        A server that cannot compute logprobs has empty lists; a server that is lost meanwhile is omitted.
+        A server that cannot compute logprobs gets empty lists; a server that is lost in the meantime is omitted.
         """
         with self.home.cancelled_with_loop():
             while True:
@@ -240,7 +240,7 @@ class RequestLoop:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
+        """Sends requests until the completion is finished; if a server is lost, the next one goes elsewhere."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)

@@ -43,7 +43,7 @@ class Timeouts:
 
     @property
     def generate_s(self) -> float:
-        """The deadline of one generation; the server then returns its tokens so far, and another request follows.
+        """The deadline of one generation; the server then returns its tokens so far, and a new request continues.
 
         It is shorter than StalenessControl's rollout_timeout_s, so that a request that a server has lost is repeated
         before the run stops.

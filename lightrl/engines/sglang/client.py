@@ -1,6 +1,6 @@
 """SGLangClient: methods for the HTTP paths of an SGLang server that lightrl uses.
 
-Paths and fields are those of SGLang 0.5.21 and later; `begin_weight_update` detects an older server.
+Paths and fields match SGLang 0.5.21 and later; `begin_weight_update` detects an older server.
 """
 
 from __future__ import annotations

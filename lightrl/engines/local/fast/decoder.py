@@ -470,7 +470,7 @@ class LlamaDecoder:
         if family.has_qk_norm:
             layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
             for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
-                # The query heads share one norm, and the key heads another; `write` copies it to each head.
+                # All query heads share one norm, and all key heads share one; `write` copies it to each head.
                 self._targets[f"{attention}{name}.weight"] = _Target(
                     self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
                 )

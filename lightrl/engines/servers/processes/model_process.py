@@ -29,7 +29,7 @@ class ModelProcess(ServerProcess):
     Args:
         model_folder: contains config.json, and weights without `load_format: dummy`; see `write_model_folder`.
         python: Python of an environment with this kind of server; None to use `find_python`.
-        args: the server's arguments by name, with `_` or `-`; see `flags`. They override the defaults.
+        args: the server's arguments, keyed by name with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
         seed: seed of the server's random number generator.
         settings: other arguments of ServerProcess.

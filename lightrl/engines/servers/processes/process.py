@@ -41,8 +41,8 @@ _TAIL_BYTES = 3000
 class HeldPort:
     """A port that is reserved on this machine until `close`.
 
-    A socket is bound to the port without listening. Linux then gives the port to no outgoing connection and to no
-    program that asks for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
+    A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
+    programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
     can bind it. Other systems would refuse that server too, so there the port is not reserved.
 
     Args:

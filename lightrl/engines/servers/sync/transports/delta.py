@@ -34,7 +34,7 @@ _IN_FLIGHT = 4  # parts in flight: enough to hide round trips, few enough to lim
 _POLL_S = 0.2  # interval between requests to a receiver that is starting
 
 Answer = dict[str, Any]
-Answers = dict[str, Answer]  # address → answer, which has `error` if the receiver failed
+Answers = dict[str, Answer]  # address → answer, which contains `error` if the receiver failed
 
 
 class DeltaTransport(WeightTransport):
