@@ -158,7 +158,7 @@ FAULTS = (
 NOTICED_BY = {
     r"another model": "comparison of models",
     r"reports version": "version",
-    r"another process answers|was restarted": "identity",
+    r"different process answers|was restarted": "identity",
     r"unlike those of the other": "replicas",
     r"differ from the trainer's": "digests",
     r"did not take a delta": "digest of the delta's result",

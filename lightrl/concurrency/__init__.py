@@ -1,14 +1,14 @@
 """Threads, event loops and processes, and how to cross between them.
 
 Reading order:
-    loop_thread.py   an event loop in its own thread, and calls into it; results for futures of any loop
-    in_thread.py     runs a blocking function in a thread; user code with a deadline; shutdown steps that all run
-    abandon.py       waits for several tasks, and abandons those that nobody needs; tasks whose first error ends the run
-    owner.py         which process created a file, and whether that process is still running
-    streams.py       lines, the body of an HTTP response, messages between the event loops of two processes
-    listener.py      a server's connections, with limits for clients without its key
-    child_process.py child processes that exit with their parent, even if it is killed
+    loop_thread.py   runs an event loop in its own thread, and calls into it; sets results of futures on any loop
+    in_thread.py     runs blocking functions in threads, user code with a deadline, and all steps of a shutdown
+    abandon.py       waits for several tasks, and abandons those that nobody needs; ends a run at a task's first error
+    owner.py         finds which process created a file, and whether that process is still running
+    streams.py       reads lines and HTTP bodies; exchanges messages between the event loops of two processes
+    listener.py      accepts a server's connections, and limits clients without its key
+    child_process.py starts child processes that exit with their parent, even if it is killed
     parent_guard.py  the process between parent and child that ends the child
 
-May import: nothing of lightrl but errors.
+May import only errors from lightrl.
 """

@@ -1,4 +1,4 @@
-"""Waits for tasks and futures, and abandons those that nobody needs any more; Tasks: the first error ends the run."""
+"""Waits for tasks and futures, and abandons those that nobody needs any more. Tasks ends the run at the first error."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def is_abandoned(future: AnyFuture | None) -> bool:
 async def each_when_done(
     futures: Mapping[_Key, asyncio.Future[_T]],
 ) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
-    """Yields each future with its key when it is done, and abandons the unfinished ones at the end.
+    """Yields each future with its key when it is done, and abandons the unfinished futures at the end.
 
-    If cancelled, it also waits for them to finish; if the caller only stops iterating, it does not.
+    If cancelled, it also waits for the unfinished futures; if the caller only stops iterating, it does not.
     """
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
@@ -96,7 +96,7 @@ class Tasks:
                 task.cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run with this error, unless it has failed before."""
+        """Ends the run with this error, unless the run has already failed."""
         if self.failure is None:
             self.failure = error
         self.changed.set()

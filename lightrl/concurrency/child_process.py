@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from lightrl.concurrency import parent_guard
 
-KILL_WAIT_S = 10.0  # after the grace period, for a guard to kill the remaining processes
+KILL_WAIT_S = 10.0  # time after the grace period for a guard to kill the remaining processes
 _TICK_S = 0.05
 
 # Several processes with one thread per core would slow each other down.
@@ -66,7 +66,7 @@ class ChildProcess:
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
         """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
 
-        The child uses one thread unless this process's environment says otherwise, and gets SIGKILL at the end.
+        The child uses one thread unless this process's environment says otherwise. At the end it gets SIGKILL.
         """
         parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
@@ -112,7 +112,7 @@ class ChildProcess:
         self._process.kill()
 
     def end(self, grace_s: float) -> int:
-        """Asks the command to end and waits until it has; kills it if necessary. Returns its `code`."""
+        """Asks the command to exit and waits until it has; kills it if necessary. Returns its `code`."""
         self.ask_to_end(grace_s)
         if not self.wait(grace_s + KILL_WAIT_S):
             self.kill()
@@ -122,7 +122,7 @@ class ChildProcess:
         return self._process.returncode
 
     def wait(self, within_s: float) -> bool:
-        """Waits up to this long; returns whether the command has ended."""
+        """Waits up to `within_s`; returns whether the command has exited."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(within_s)
         return self.code is not None

@@ -1,4 +1,4 @@
-"""Runs blocking functions in daemon threads: awaited, as user code with a deadline, or for a caller that blocks.
+"""Runs blocking functions in daemon threads, for async code, for user code with a deadline, and for blocking callers.
 
 A thread cannot be killed. A thread that hangs is abandoned: neither the event loop nor the exit of the process waits
 for it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, and logs warnings meanwhile.
@@ -50,7 +50,7 @@ async def outcome_in_thread(
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
             f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give them their own deadline, or make them async functions, which can be cancelled"
+            "more are started. Give each function a deadline, or make it an async function, which can be cancelled"
         )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
     process = os.getpid()
@@ -74,7 +74,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Exits a copy of `process` that user code forked: it would otherwise continue the run as the original does."""
+    """Exits if user code has forked `process`, because the copy would otherwise continue the run like the original."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -104,7 +104,7 @@ class CallTimeout(RolloutError):
 async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float | None, name: str) -> Any:
     """Returns the result of `function(*args)`, which must finish within `timeout_s`.
 
-    On cancellation and at the deadline an async function is cancelled but not awaited: it may ignore the cancellation.
+    On cancellation and at the deadline an async function is cancelled but not awaited, as it may ignore that.
 
     Args:
         function: sync or async, or a sync function that returns an awaitable.
@@ -131,9 +131,8 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
     if isinstance(error, RolloutError):
         raise error
     if error is not None:
-        raise RolloutError(
-            f"{name} raised {type(error).__name__}: {error}. Fix it, or catch the exception there."
-        ) from error
+        problem = f"{name} raised {type(error).__name__}: {error}. Fix it, or catch the exception there."
+        raise RolloutError(problem) from error
     return value
 
 
@@ -158,7 +157,7 @@ WARN_EVERY_S = 60.0
 
 
 def submit(function: Callable[[], T], *, name: str) -> Future[T]:
-    """Starts the function in a thread; the future gets its result or exception."""
+    """Starts the function in a thread; the future receives its result or exception."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -199,5 +198,5 @@ def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
         result = first()
     finally:
         for future in futures:
-            future.exception()  # waits until it has ended
+            future.exception()  # waits until it is done
     return [result, *(future.result() for future in futures)]

@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 BACKLOG = 1024  # many clients may connect at the same time
 _HEADERS_S = 30.0  # deadline for a connection's first request with the key
-UNDER_PRESSURE_S = 1.0  # the same deadline while more connections wait
+UNDER_PRESSURE_S = 1.0  # the same deadline while other connections are waiting
 
 
 class Listener:
-    """Accepts connections up to three quarters of this process's file limit, and without a key up to an eighth of it.
+    """Accepts up to three quarters of this process's file limit as connections, and up to an eighth without a key.
 
-    Others wait in the kernel's queue, because anybody who can reach the port can connect and send nothing.
+    Further connections wait in the kernel's queue, because anybody who can reach the port can connect and send nothing.
     """
 
     def __init__(self) -> None:
         self._keyless: dict[asyncio.WriteTransport, float] = {}  # connection without a key → when it was opened
 
     def note_key(self, request: web.Request) -> None:
-        """Notes that this request had the key, so that its connection stays open."""
+        """Records that this request had the key, so that its connection stays open."""
         if request.transport is not None:
             self._keyless.pop(request.transport, None)
 

@@ -1,7 +1,7 @@
-"""LoopThread: the event loop of the rollouts in a daemon thread; settle_all: results for the futures of event loops.
+"""LoopThread runs the rollouts' event loop in a daemon thread; settle_all sets the results of futures on any loop.
 
 The main thread submits a coroutine and waits. It checks the deadlines itself, so that it notices a blocked event loop,
-and keeps handling signals. Other threads send results by `settle_all`, which wakes each loop once.
+and keeps handling signals. Other threads send results with `settle_all`, which wakes each loop once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Coroutine[object, None, T]
 
-_LAST_TASKS_S = 5.0  # time for tasks that still run when the loop ends; one may ignore its cancellation
+_LAST_TASKS_S = 5.0  # time for tasks that still run when the loop stops; a task may ignore its cancellation
 WAIT_S = 0.1  # interval at which a waiting main thread checks signals, deadlines and progress
 _MAX_IDLE_WAITS = 20  # a loop is idle before it starts, and after an exception until it runs again
 
@@ -32,11 +32,11 @@ deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDic
 
 
 class LoopEnded(Exception):
-    """The event loop has ended; if an exception ended its thread, that is the cause."""
+    """The event loop has stopped; if an exception ended its thread, that exception is the cause."""
 
 
 class LoopBlocked(Exception):
-    """The event loop has run nothing for too long."""
+    """The event loop has been blocked for too long."""
 
 
 def wait_on_loop(
@@ -50,16 +50,16 @@ def wait_on_loop(
     """Waits, in a thread other than the loop's, until the future is done or the event is set.
 
     Args:
-        silent_s: a loop that runs nothing for this long counts as blocked.
+        silent_s: a loop that does not respond for this long counts as blocked.
         on_answer: called on the loop each time it responds.
         on_wait: called in this thread about ten times a second; may raise, for a deadline or a signal.
 
     Raises:
-        LoopEnded, LoopBlocked: if the loop is closed, its thread has ended, or it has run nothing for `silent_s`.
+        LoopEnded: if the loop is closed or its thread has ended. LoopBlocked: after `silent_s` without a response.
     """
     has_answered = threading.Event()
     has_answered.set()
-    num_idle = num_silent = 0  # waits, not seconds: a suspended process is not a blocked loop
+    num_idle = num_silent = 0  # counted in waits, not seconds, because a suspended process is not blocked
 
     def answer() -> None:
         on_answer()
@@ -117,7 +117,7 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         while tasks := asyncio.all_tasks(self.loop):
             try:
-                for task in tasks:  # nobody needs them any more: run their `finally`, and wake their waiters
+                for task in tasks:  # nobody needs them; this runs their `finally` and wakes their waiters
                     task.cancel()
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_TASKS_S))
                 break
@@ -140,11 +140,11 @@ class LoopThread(threading.Thread):
     def wait_for(
         self, coroutine: Work[T], *, on_answer: Callable[[], None], on_wait: Callable[[], None], who: str
     ) -> T:
-        """Waits for the coroutine and returns its result; an exception in the waiting thread cancels it.
+        """Waits for the coroutine and returns its result; an exception in the waiting thread cancels the coroutine.
 
         Args:
             on_answer, on_wait: see `wait_on_loop`.
-            who: the name of whatever waits, for messages.
+            who: the waiting caller's name, for messages.
         """
         future = self._submit(coroutine)
         try:
@@ -160,7 +160,7 @@ class LoopThread(threading.Thread):
             future.cancel()  # no effect if it is done
 
     def close(self, last: Callable[[], Work[None]], timeout_s: float) -> None:
-        """Runs the coroutine that `last` returns, then ends the loop and the thread. Safe to call twice."""
+        """Runs the coroutine that `last` returns, then stops the loop and the thread. Safe to call twice."""
         if self._closing is None and self.is_alive():
             self._closing = self._submit(last())
             self._closing.add_done_callback(lambda done: self.loop.call_soon_threadsafe(self.loop.stop))
@@ -178,7 +178,7 @@ class LoopThread(threading.Thread):
         death = deaths.get(self.loop)
         if death is None:
             return RolloutError("The rollout controller is closed. Start a new run.")
-        error = RolloutError(f"The thread of the rollouts died: {death!r}. Resume the run from its checkpoint.")
+        error = RolloutError(f"The rollout thread died: {death!r}. Resume the run from its checkpoint.")
         error.__cause__ = death
         return error
 
@@ -188,17 +188,17 @@ class LoopThread(threading.Thread):
         position = f"It is at {line.filename}:{line.lineno}, in {line.name}. " if line is not None else ""
         return RolloutError(
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {position}A workflow, "
-            "environment or async reward blocks it: use await there, or move the work to a thread."
+            "environment or async reward is blocking it. Use await there, or move the work to a thread."
         )
 
 
 Outcome = tuple[asyncio.Future[Any], object]  # a future, and its result or error
 
-_SETTLED_PER_TICK = 64  # futures that are settled before the event loop runs other callbacks
+_SETTLED_PER_TICK = 64  # number of futures that are settled before the event loop runs other callbacks
 
 
 def settle_all(outcomes: Iterable[Outcome]) -> None:
-    """Settles futures, unless they are done by then, and wakes each loop once; may be called from any thread."""
+    """Sets the outcomes of unfinished futures, waking each loop once. May be called from any thread."""
     outcomes_of: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
     for future, outcome in outcomes:
         outcomes_of.setdefault(future.get_loop(), []).append((future, outcome))

@@ -1,8 +1,8 @@
 """Which process created a file or folder, and whether it is still running: marks in names, and locks of folders.
 
-A mark is `<process id>-<start time>-<host>`: process ids are reused, and folders are shared between hosts. The start
-time is the kernel's, in clock ticks since boot, and 0 on systems without /proc. Containers on one machine count as
-separate hosts: they may share /tmp, but not process ids.
+A mark is `<process id>-<start time>-<host>`, because process ids are reused and hosts share folders. The start time is
+the kernel's, in clock ticks since boot, or 0 on systems without /proc. Containers on one machine count as separate
+hosts, because they may share /tmp, but not process ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import zlib
 from pathlib import Path
 
-LOGS_KEPT_S = 86400.0  # so that they can be read after a crash
+LOGS_KEPT_S = 86400.0  # how long logs are kept, so that they can be read after a crash
 _MARK = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})")
 _held: dict[Path, int] = {}  # lock file → its descriptor
 
@@ -30,7 +30,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Whether the process with this mark may be running: True also for other hosts and for text that is not a mark."""
+    """Whether the process with this mark may be running; also True for other hosts and for text that is not a mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -66,7 +66,7 @@ def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) 
 
 
 def kill_owner(mark: str) -> None:
-    """Sends SIGKILL to the process with this mark if it runs on this host."""
+    """Sends SIGKILL to the process with this mark if it is running on this host."""
     match = _MARK.fullmatch(mark)
     if match is not None and match[3] == _host() and may_run(mark):
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _started(process: int) -> int | None:
-    """Returns a process's start in clock ticks since boot; None if it has exited, is a zombie, or /proc is missing."""
+    """Returns a process's start time in clock ticks since boot; None if it has exited, is a zombie, or has no /proc."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -1,18 +1,18 @@
-"""The guard of a command, which ends it when the parent exits; ChildProcess (child_process.py) starts one.
+"""The guard process, which ends a command when its parent exits. ChildProcess (child_process.py) starts it.
 
-It runs this file as a script, which imports no packages; PARENT_PID 0 stands for the guard's parent, without a pipe:
+It runs this file as a script, which imports no packages. PARENT_PID 0 means the guard's parent, without a pipe:
 
     `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
     parent ══ pipe (stdin) ══► guard ──► command, in its own session ──► its children
 
-The guard ends the command when the parent writes into the pipe, the pipe closes (the parent exited, or was killed with
--9), the parent has died (a forked child may still hold the pipe open), and on SIGTERM. It sends the command SIGTERM,
-waits GRACE_S seconds, or as many as the parent wrote, and then sends SIGKILL to its group. Processes that left the
-group, which Linux makes the guard's children when their parents die, get SIGKILL after a second: some clean up when
-their parent dies. If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command.
-The exit code is the command's, 128 + n for signal n. The file REMOVE, unless empty, is deleted at the end. The command
-inherits the descriptors that the parent passes to the guard (`pass_fds`).
+The guard ends the command if the parent writes into the pipe, if the pipe closes (the parent exited or was killed with
+-9), if the parent dies (a forked child may still hold the pipe open), or on SIGTERM. It sends the command SIGTERM,
+waits GRACE_S seconds or the time that the parent wrote, and then sends SIGKILL to the command's group. Linux makes
+processes that left the group the guard's children when their parents die. They get SIGKILL after a second, so that they
+can clean up. If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The
+exit code is the command's, or 128 + n for signal n. The file REMOVE, if one is given, is deleted at the end. The
+command inherits the descriptors that the parent passes to the guard (`pass_fds`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command has exited, the parent has died, or the pipe is closed or holds the parent's request."""
+    """Waits until the command exits, the parent dies, the pipe closes, or the parent writes into it."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
     with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
@@ -90,6 +90,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Sends SIGTERM, and after `grace_s` SIGKILL to the command, its group and all descendants."""
     if process.poll() is None and grace_s > 0:
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
@@ -102,7 +103,7 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _kill_descendants() -> None:
-    """Waits a second for this process's descendants to end, then sends SIGKILL until none is left.
+    """Waits a second for this process's descendants to exit, then sends SIGKILL until none is left.
 
     A process that a scan of /proc misses, for example because it was forked meanwhile, becomes a child of this process,
     which waits until it has no children. Without /proc it does nothing.

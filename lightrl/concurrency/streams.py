@@ -1,4 +1,4 @@
-"""Streams: lines and HTTP bodies in bounded memory, and messages between the event loops of two processes."""
+"""Reads lines and HTTP bodies in bounded memory, and exchanges messages between the event loops of two processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BadMessage(Exception):
 class Channel:
     """One end of a channel; belongs to the event loop that opened it. Messages arrive in the order they were sent.
 
-    Sending never waits: unread messages stay in memory here, and are dropped once the other process has ended.
+    Sending never waits. Unread messages stay in this process's memory, and are dropped once the other process exits.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,11 +42,11 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: object) -> None:
-        """Sends a tuple as a pickle: the other process trusts this one."""
+        """Sends a tuple as a pickle, because the other process trusts this one."""
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 
     def send_bytes(self, key: int, number: int, data: bytes) -> None:
-        """Sends these three as a tuple without pickling them."""
+        """Sends these three values as a tuple without pickling them."""
         self._write(_NUMBERS.pack(key, number) + data, is_pickled=False)
 
     def _write(self, data: bytes, *, is_pickled: bool) -> None:
@@ -54,7 +54,7 @@ class Channel:
             self._writer.write(_HEADER.pack(is_pickled, len(data)) + data)
 
     async def receive(self) -> tuple[Any, ...] | None:
-        """Returns the next message; None once the other process has closed its end or ended. Raises BadMessage."""
+        """Returns the next message; None once the other process has closed its end or exited. Raises BadMessage."""
         data = b""
         try:
             is_pickled, length = _HEADER.unpack(data := await self._reader.readexactly(_HEADER.size))
@@ -93,7 +93,7 @@ class LineBuffer:
 
 
 async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | None:
-    """Returns the whole body, or None as soon as it is known to be larger. The request sets the deadline."""
+    """Returns the whole body, or None as soon as it exceeds `max_bytes`. The request sets the deadline."""
     if response.content_length is not None and response.content_length <= max_bytes:
         return await response.read()
     parts, num_bytes = [], response.content_length or 0
@@ -103,12 +103,12 @@ async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | N
     return b"".join(parts) if num_bytes <= max_bytes else None
 
 
-# HTTP status codes of a server or load balancer that is unavailable or overloaded: a retry may succeed.
+# HTTP status codes of a server or load balancer that is unavailable or overloaded, so that a retry may succeed.
 BUSY = (408, 425, 429, 502, 503, 504)
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Returns the seconds until an HTTP response allows a retry, from a number or a date; 0 if it gives neither."""
+    """Returns the seconds until `Retry-After`, a number or a date, allows a retry; 0 if it is missing or invalid."""
     value = headers.get("Retry-After", "")
     try:
         seconds = float(value)

@@ -1,16 +1,16 @@
-"""Engines: token ids in, completions out, asynchronously, with a weight version on every token.
+"""Engines generate completions asynchronously and record the weight version of every token.
 
 Reading order:
     engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
-    fake_engine.py  FakeEngine, for tests: deterministic, and slow or failing on request
-    local/          LocalEngine, for a laptop: decodes in this process
+    fake_engine.py  FakeEngine, a deterministic engine for tests, which can be slow, fail or hang
+    local/          LocalEngine, which decodes in this process, for laptops
     servers/        code shared by all engines that use servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
     vllm/           VLLMEngine: vLLM servers
 
-May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Does not know workflows.
-To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and whatever else it can do, and run
-tests/engines/engine_contract.py on it.
+May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Not workflows.
+To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and any optional methods that it
+can support, and run tests/engines/engine_contract.py on it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""RolloutEngine: the interface of all engines; Completion: what they generate; PlannedEngine: what they will use."""
+"""RolloutEngine, the interface of all engines, with its result, Completion, and PlannedEngine, for memory estimates."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-# Imported at run time: jsonargparse would reparse this module for each method if it had imports for type checkers only.
+# Imported at run time: with type-checking-only imports, jsonargparse would reparse this module for each method.
 import transformers
 from transformers import PretrainedConfig
 
@@ -25,12 +25,12 @@ Verification = Literal["digests", "replicas", "version"]
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens generated after a prompt; each field has one entry per token. Lists become TokenArrays."""
+    """The tokens generated after a prompt. The sequences have one entry per token; lists become TokenArrays."""
 
     token_ids: Sequence[int]  # int32, including the stop token
-    # float32, nats: log-softmax(logits / temperature) over the token's support; without temperature if greedy.
+    # float32, in nats: log-softmax(logits / temperature) over the token's support; greedy tokens ignore it.
     logprobs: Sequence[float]
-    weight_versions: Sequence[int]  # int32, version of the weights that sampled each token; never decreasing
+    weight_versions: Sequence[int]  # int32, the weight version that sampled each token; never decreases
     finish_reason: FinishReason
     columns: Mapping[str, Any] = field(default_factory=dict)  # lightrl/columns; truncated sampling requires supports
 
@@ -57,22 +57,22 @@ reserve(item.name for item in fields(Completion))
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """The devices and memory that an engine will use, on rank 0's device, on servers or elsewhere on this machine."""
+    """Where an engine will run, and what determines its memory use; known before anything starts."""
 
     name: str
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
-    width: int = 2  # bytes of a parameter, and of a key or value
-    max_rows: int | None = None  # rows that are decoded together; None for all in flight
-    is_block_fp8: bool = False  # one byte per parameter, except embedding and head
+    width: int = 2  # bytes per parameter, and per element of keys and values
+    max_rows: int | None = None  # maximum number of rows decoded together; None: all rows in flight
+    is_block_fp8: bool = False  # one byte per parameter, except in the embedding and the head
 
 
 class RolloutEngine(ABC):
-    """Generates completions asynchronously, with a weight version on every token.
+    """Generates completions asynchronously, and records the weight version of every token.
 
-    Lifecycle: `start` once, `load_weights` before the first request, `generate` any number of times with `load_weights`
-    in between, then `close`; after that it may be started again. All engines pass the same tests,
+    Lifecycle: call `start`, then `load_weights`, then `generate` any number of times with more loads in between, then
+    `close`. A closed engine may be started again. All engines pass the same tests,
     `tests/engines/engine_contract.py`.
 
     A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The other methods have
@@ -81,17 +81,17 @@ class RolloutEngine(ABC):
     """
 
     weight_version: int = -1  # of the current weights; -1 before the first load
-    max_context: int | None = None  # most tokens of prompt plus completion, set by `start`; None for no limit
+    max_context: int | None = None  # maximum tokens in prompt plus completion, set by `start`; None: no limit
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
-    probe_every_n_loads: int = 0  # how often WeightSync compares `score` with the trainer; 0 without `score`
-    parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # how `load_weights` names parameters
+    probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
+    parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
 
     @property
     def records_columns(self) -> bool:
-        """Whether completions may have columns that the trainer replays, such as each token's experts."""
+        """Whether completions may include columns that the trainer replays, such as the experts of each token."""
         return False
 
     @property
@@ -106,7 +106,7 @@ class RolloutEngine(ABC):
         """Raises ValueError if the engine does not support this sampling."""
 
     def check_workers(self, num: int) -> None:
-        """Raises ValueError if `num` workflow workers cannot send requests directly; see `open_to_workers`."""
+        """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""
         raise ValueError(
             f"workflow_workers={num} needs an engine with servers, such as SGLangEngine; {type(self).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
@@ -121,23 +121,23 @@ class RolloutEngine(ABC):
         return ""
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
-        """Returns the devices and memory that the engine will use, before anything starts; None if unknown."""
+        """Predicts, before anything starts, where the engine will run and what memory it will use; None if unknown."""
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Limits its memory on the trainer's GPUs, unless the user set a limit; returns a description of the limit.
+        """Limits the engine's memory on the trainer's GPUs, unless the user did; returns a description of the limit.
 
         Args:
             key_value_bytes: GPU memory available for key-values.
-            fraction: the fraction of a GPU's memory that servers may use.
+            fraction: the fraction of each GPU's memory that a server may use.
         """
         return ""
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
-        """Called before `start` with the policy and the number of weight versions that are in use at the same time."""
+        """Receives the policy, and how many weight versions may be in use at once. Called before `start`."""
 
     def start(self, config: PretrainedConfig) -> None:
-        """Builds this config's model, or connects to servers that have it; called first, on the main thread."""
+        """Builds the model for this config, or connects to servers that run it. Called first, on the main thread."""
 
     async def attach(self) -> None:
         """Called on the rollout's event loop before the first request."""
@@ -146,7 +146,7 @@ class RolloutEngine(ABC):
         """Called on the rollout's event loop before the loop stops."""
 
     def open_to_workers(self, num: int) -> tuple[Any, Any]:
-        """Returns a Leader, and the Follower that each of `num` workers gets; called after `start`."""
+        """Returns a Leader for this process and the Follower to open in each of `num` workers; called after `start`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -160,16 +160,16 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates `n` completions of a prompt; requests are admitted in the order of the calls.
+        """Generates `n` completions of a prompt; requests are admitted in call order.
 
         With n > 1, the seed of completion i is derived from (sampling.seed, i). A cancelled request leaves the engine
         at the next token boundary. An engine may omit the parameters `images` and `started`: `images` is passed only if
-        there are any, `started` only to an engine that continues completions.
+        there are any, and `started` is passed only to an engine that continues completions.
 
         Args:
             session: name of the conversation, for prefix caches.
-            images: those of the prompt, then those of observations; `token_ids` contains their image tokens.
-            started: the tokens so far of an interrupted completion (n = 1). They keep their logprobs and versions and
+            images: images of the prompt, then of observations; `token_ids` contains their image tokens.
+            started: an interrupted completion to continue (n = 1). Its tokens keep their logprobs and versions and
                 count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
 
         Raises:
@@ -186,19 +186,19 @@ class RolloutEngine(ABC):
         images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt for each sampling, with the results that `generate` would return.
+        """Starts one completion of this prompt per sampling; the results equal those of `generate`.
 
-        This default calls `generate` for each sampling. An engine that starts all of them with one request saves tasks
-        on the event loop; it must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
+        This default calls `generate` for each sampling. An override that sends them as one request saves tasks on the
+        event loop, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
 
-        Called on the event loop. Each future is done when its completion is; cancelling it cancels only that one.
+        Called on the event loop. Cancelling one of the futures cancels only its completion.
 
         Args:
-            started: the tokens so far of each completion, or None. Passed only to an engine that continues completions,
-                and only if a completion has tokens.
+            started: an interrupted completion to continue, or None, per sampling. Passed only to an engine that
+                continues completions, and only if one of them has tokens.
 
         Raises:
-            ValueError, EngineError: as `generate` does, here or in the futures.
+            ValueError, EngineError: as in `generate`, either from this call or from the futures.
         """
 
         async def generate(index: int, sampling: Sampling) -> Completion:
@@ -214,10 +214,10 @@ class RolloutEngine(ABC):
         """Stops the requests in flight at a token boundary, and makes new requests wait."""
 
     async def resume(self) -> None:
-        """Continues all requests; they keep their tokens, and recompute key-values if the weights have changed."""
+        """Continues all requests with their tokens so far; key-values are recomputed if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns each running completion so far, by the seed of its sampling, with finish reason `abort`.
+        """Returns the tokens so far of each running completion, with finish reason `abort`, keyed by sampling seed.
 
         Called while the engine is paused, if it `continues_completions`. The completions continue after `resume`.
         """
@@ -229,10 +229,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Pauses, loads a version, sets `weight_version` and resumes; if a step fails, restores the old weights.
+        """Pauses, loads new weights, sets `weight_version` and resumes; on failure, restores the old weights.
 
-        Called outside the event loop's thread. Tokens sampled afterwards have the new version, and key-values of old
-        weights are not used again. An engine that was already paused stays paused.
+        Called outside the event loop's thread. Later tokens are tagged with the new version, and key-values computed
+        with old weights are not reused. An engine that was already paused stays paused.
 
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
@@ -246,22 +246,22 @@ class RolloutEngine(ABC):
         """If the engine `is_colocated`, releases its memory for the trainer until the next load."""
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns the logprobs of the sequences' tokens from each replica that may get requests, by replica name.
+        """Returns the logprobs that each routable replica computes for these sequences' tokens, keyed by replica name.
 
-        Each is at temperature 1, given the tokens before it, and 0 for the first token; caches of earlier requests are
-        not used. A replica that cannot compute them has empty lists. Called if `probe_every_n_loads` is above 0.
+        Logprobs are at temperature 1, and 0 for a first token; caches of earlier requests are not used. A replica that
+        cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
 
     def dtypes(self) -> set[str]:
-        """Returns torch's names of the dtypes of weights and computation, which set the probe's tolerance."""
+        """Returns the torch names of the dtypes used for weights and computation; they set the probe's tolerance."""
         return {"float32"}
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the check that each replica that may get requests passed at its last load, by replica name.
+        """Returns which check each routable replica passed at its last load, keyed by replica name.
 
-        `digests`: every parameter equals the trainer's bit for bit. `replicas`: the checksum equals that of the other
-        replicas, but all may be wrong. `version`: it reports the version number; nothing else was compared.
+        `digests`: every parameter is bit-identical to the trainer's. `replicas`: all replicas have the same checksum,
+        but all may be wrong. `version`: only the version number was compared.
         """
         return {}
 
@@ -273,11 +273,11 @@ class RolloutEngine(ABC):
         return {"running": 0, "waiting": 0}
 
     def server_states(self) -> list[JsonObject]:
-        """Returns the state of each of its servers, for `lightrl status`."""
+        """Returns the state of each server, for `lightrl status`."""
         return []
 
     def close(self) -> None:
-        """Ends threads and processes; requests in flight raise EngineError. May be called twice."""
+        """Stops threads and processes; requests in flight raise EngineError. Safe to call twice."""
 
 
 def replaces_generate_alone(engine: RolloutEngine) -> bool:

@@ -1,4 +1,4 @@
-"""FakeEngine: a rollout engine without a model. It is deterministic, and slow, failing or hung on request."""
+"""FakeEngine: a rollout engine without a model. It is deterministic, and can be told to be slow, fail or hang."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Seconds = float | Callable[[list[int], Sampling], float]
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """The arguments of one call of `generate`."""
+    """The arguments of one `generate` call."""
 
-    number: int  # counts calls, from 0
+    number: int  # 0 for the first call
     token_ids: list[int]
     sampling: Sampling
     session: str
     n: int
-    weight_version: int  # at the call
+    weight_version: int  # when the call was made
 
 
 @dataclass
@@ -48,7 +48,7 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    supports: list[bytes] = field(default_factory=list)  # codes of the tokens' supports, if sampling is truncated
+    supports: list[bytes] = field(default_factory=list)  # the tokens' encoded supports, if sampling is truncated
 
     @classmethod
     def of(cls, started: Completion | None, sampling: Sampling) -> _Draft:
@@ -65,10 +65,10 @@ class _Draft:
 
 
 class FakeEngine(RolloutEngine):
-    """Generates completions from a script or a hash, token by token at a given pace; supports pauses and syncs.
+    """Generates completions from a script or a hash, token by token at a given pace; supports pauses and weight syncs.
 
-    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as from a policy with equal logits:
-    each logprob is -log of the number of tokens that may be sampled. Stop tokens cannot be sampled before
+    Without a script, token i is a hash of (seed, i), uniform over the vocabulary, as if all logits were equal. Its
+    logprob is minus the log of the number of tokens that may be sampled. Stop tokens cannot be sampled before
     `min_new_tokens`; top-k and top-p keep the lowest ids, because lower ids win ties. A weight sync during a completion
     changes the versions of later tokens, but not the tokens.
 
@@ -76,13 +76,13 @@ class FakeEngine(RolloutEngine):
     `delay_s`, which is called once per request.
 
     Args:
-        script: (prompt, sampling, sample) → token ids of completion `sample`; cut after the first stop token or after
-            `max_new_tokens`.
-        seconds_per_token: pace of each completion; a function of (prompt, sampling) can make stragglers, for example
-            `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between two tokens.
+        script: maps (prompt, sampling, sample) to the token ids of completion number `sample`, which are cut after the
+            first stop token or after `max_new_tokens`.
+        seconds_per_token: a number, or a function of (prompt, sampling) that slows some completions, for example
+            `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between tokens.
         delay_s: seconds before the first token: a number, or a function of (prompt, sampling).
-        fail_requests: numbers of requests that raise EngineError, counted from 0.
-        hang_requests: numbers of requests that do not finish until they are cancelled or the engine is closed.
+        fail_requests: indices of the requests, from 0, that raise EngineError.
+        hang_requests: indices of the requests that do not finish until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, to test checks that compare logprobs.
 
@@ -124,7 +124,7 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Reads vocabulary size and context from the config."""
+        """Reads the vocabulary size and the context length from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -208,6 +208,7 @@ class FakeEngine(RolloutEngine):
     async def _complete(
         self, prompt: list[int], sampling: Sampling, sample: int, started: Completion | None
     ) -> Completion:
+        """Generates one completion, and keeps it in `_drafts` until it is finished."""
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
         draft = _Draft.of(started, sampling)
@@ -221,11 +222,9 @@ class FakeEngine(RolloutEngine):
                 if script is not None and position >= len(script):
                     break
                 await self._sleep(seconds)
-                is_banned = position < sampling.min_new_tokens
-                choices = self._choices(sampling, set(sampling.stop_token_ids) if is_banned else set())
-                token = (
-                    self._hashed(prompt, sampling, sample, position, choices) if script is None else script[position]
-                )
+                banned = set(sampling.stop_token_ids) if position < sampling.min_new_tokens else set()
+                choices = self._choices(sampling, banned)
+                token = self._pick(prompt, sampling, sample, position, choices) if script is None else script[position]
                 draft.token_ids.append(token)
                 if sampling.is_truncated:
                     support = np.asarray(sorted({*choices, token}))
@@ -253,8 +252,8 @@ class FakeEngine(RolloutEngine):
         top_k = allowed[: sampling.max_support]
         return top_k[: math.ceil(sampling.top_p * len(top_k))]
 
-    def _hashed(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
-        """Hashes to one of the choices; a greedy choice depends on the prompt instead of the seed."""
+    def _pick(self, prompt: list[int], sampling: Sampling, sample: int, position: int, choices: Sequence[int]) -> int:
+        """Picks one of the choices by hashing the position with the seed, or with the prompt if sampling is greedy."""
         source = f"{prompt}" if sampling.temperature == 0 else f"{sampling.seed}/{sample}"
         digest = hashlib.blake2b(f"{source}/{position}".encode(), digest_size=8).digest()
         return choices[int.from_bytes(digest, "big") % len(choices)]

@@ -1,13 +1,13 @@
-"""Rollouts: prompts in, trajectories with rewards out, asynchronously. Works with any engine.
+"""Rollouts turn prompts into trajectories with rewards, asynchronously and with any engine.
 
 Reading order:
-    protocol.py         Rollout: what the loop and the callbacks use; RecordedRollout: the groups of an earlier run
+    protocol.py         Rollout, the interface; RecordedRollout, which replays the groups of an earlier run
     controller.py       keeps groups in flight and hands over batches; the rollout's part of a checkpoint
     group_scheduler.py  decides which groups start, are trained on and are replaced, within RolloutSettings
     runner.py           runs the trajectories of a group and computes their rewards; groups start together
-      workflow_pool.py  runs them in other processes, each of which executes workflow_worker.py
-    prompts.py          which prompt comes next
-    rl_trainer.py       RLTrainer: the trainer as the loop and the callbacks see it; the only file that needs Lightning
+      workflow_pool.py  runs workflows in other processes, each of which executes workflow_worker.py
+    prompts.py          decides which prompt comes next
+    rl_trainer.py       RLTrainer, the part of the trainer that loop and callbacks use; only this file needs Lightning
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.
 """

@@ -1,4 +1,4 @@
-"""RolloutController: keeps groups in flight and hands over batches, with rewards, that respect the staleness bound.
+"""RolloutController: keeps groups in flight, and hands over batches with rewards within the staleness bound.
 
 One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
 the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
@@ -47,7 +47,7 @@ class Wait:
     total: int  # trajectories it needs
     for_what: str = "the first trajectory"
     done: int = 0
-    last_progress: float = field(default_factory=time.monotonic)  # seconds, when the last trajectory was done
+    last_progress: float = field(default_factory=time.monotonic)  # monotonic time when the last trajectory was done
 
     def count(self) -> None:
         self.done += 1
@@ -56,14 +56,14 @@ class Wait:
 
 @dataclass
 class Stragglers:
-    """The slow groups that one batch waits for although enough others are finished."""
+    """The slow groups that a batch waits for, although enough other groups are finished."""
 
     num: int = 0  # current number
     waited_s: float = 0.0  # time with at least one
     _since_s: float = 0.0  # monotonic clock
 
     def count(self, num: int) -> None:
-        """Records that the batch waits for this many of them from now on."""
+        """Records that the batch waits for `num` slow groups from now on."""
         now = time.monotonic()
         if self.num:
             self.waited_s += now - self._since_s
@@ -74,16 +74,16 @@ _T = TypeVar("_T")
 
 
 class RolloutController:
-    """Keeps as many groups in flight as the staleness bound allows, and hands finished ones to the loop.
+    """Keeps as many groups in flight as the staleness bound allows, and hands finished groups to the training loop.
 
     Args:
         engine: must have been started.
         workflow: maps a prompt to a trajectory.
         reward_worker: must have been started; computes rewards while other trajectories are still generated.
-        settings: sizes, bounds and which groups are dropped.
-        sampling: for training rollouts; the seed of each generation is set here.
+        settings: group and batch sizes, limits, and rules for dropping groups.
+        sampling: settings of training rollouts; the controller sets the seed of each generation.
         run_seed: together with position, sample and turn, determines everything that is sampled.
-        prompts: the stream, by position; None if only `evaluate` is used.
+        prompts: the prompt stream; None if only `evaluate` is used.
         failures: the log of trajectories whose reward failed.
     """
 
@@ -137,17 +137,17 @@ class RolloutController:
         return self.engine.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Returns the next P groups to train on, in stream order; they stay in `state_dict` until `commit`.
+        """Returns the next batch of groups to train on, in stream order; it stays in `state_dict` until `commit`.
 
-        They have their rewards unless `defers_rewards` is set. Without a `commit` in between, the groups of the last
-        `take` are candidates again.
+        The groups have rewards unless `defers_rewards` is set. If the last batch was not committed, its groups are
+        candidates again.
 
         Args:
             weight_version: the trainer's current version, v.
 
         Raises:
-            RolloutError: if nothing finishes for `rollout_timeout_s` (the message says what it waits for); if too many
-                fail; if the engine has no weights, or they are too old for any group to be taken.
+            RolloutError: if no trajectory finishes for `rollout_timeout_s` (the message says what is missing); if too
+                many fail; or if the engine has no weights, or has weights that are too old for training.
             EngineError: if the engine fails.
         """
         num = self.settings.groups_per_iteration * self.settings.group_size
@@ -168,9 +168,9 @@ class RolloutController:
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Gives the engine new weights; once it has acknowledged them, starts the groups that the new version admits.
+        """Loads new weights into the engine, and then starts the groups that the new version admits.
 
-        The engine raises WeightSyncError and keeps serving the old weights, or EngineTimeout at its deadline.
+        On failure, the engine raises WeightSyncError and keeps the old weights, or EngineTimeout at its deadline.
         """
         self.engine.load_weights(buckets, weight_version=weight_version)
         self._thread.call(self._start_admissible())
@@ -178,9 +178,9 @@ class RolloutController:
     def evaluate(
         self, prompts: Sequence[Prompt], *, sampling: Sampling, num_samples: int = 1, on_wait: OnWait | None = None
     ) -> list[Group]:
-        """Rolls out validation prompts, with rewards, in order and without admission; training rollouts continue.
+        """Rolls out validation prompts and computes rewards, without waiting for admission; training rollouts continue.
 
-        Trajectories whose reward failed are missing from their group; `drain_drops` gives the reason.
+        Returns groups in the order of the prompts, without trajectories whose reward failed; see `drain_drops`.
 
         Raises:
             RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
@@ -195,7 +195,7 @@ class RolloutController:
         return self._scheduler.counter.drain()
 
     def drain_group_drops(self) -> dict[str, int]:
-        """Returns how many groups were dropped since the last call, by reason; another prompt replaced each."""
+        """Returns how many groups were dropped, and replaced by a new prompt, since the last call, by reason."""
         return self._thread.call(_as_coroutine(self._scheduler.counter.drain_groups))
 
     def progress(self) -> dict[str, float]:
@@ -210,23 +210,23 @@ class RolloutController:
         }
 
     def state_dict(self) -> State:
-        """Returns what a resume needs: cursor, curriculum, positions in flight, untrained groups; in plain Python."""
+        """Returns what a resume needs, in plain Python: cursor, curriculum, positions in flight, untrained groups."""
         return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
         """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first.
 
-        Raises RolloutError if another version of lightrl wrote the state.
+        Raises RolloutError if a different version of lightrl wrote the state.
         """
         self.run_seed = int(state["run_seed"])
         self._thread.call(_as_coroutine(partial(self._load, state)))
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels all tasks and ends the thread; the caller closes the engine. Safe to call twice."""
+        """Cancels all tasks and stops the thread; the caller closes the engine. Safe to call twice."""
         self._thread.close(self._cancel_all, timeout_s)
 
     async def _state_at_boundary(self, timeout_s: float) -> State:
-        """Returns the state at a token boundary; without unfinished completions if the engine pauses too late."""
+        """Returns the state at a token boundary; omits unfinished completions if the engine does not pause in time."""
         if not (self._scheduler.running and self._runner.in_flight.workflow.continues):
             return self._state({})
         taking = asyncio.ensure_future(self._paused_state())
@@ -242,7 +242,7 @@ class RolloutController:
 
     async def _paused_state(self) -> State:
         async with self._admission.batch():
-            for _ in range(ADMISSION_TICKS):  # until completions that finished before the pause are recorded
+            for _ in range(ADMISSION_TICKS):  # lets completions that finished before the pause be recorded
                 await asyncio.sleep(0)
             unfinished = await self.engine.unfinished()
             return self._state(unfinished, await self._runner.states_of_workers())
@@ -262,6 +262,7 @@ class RolloutController:
         }
 
     def _load(self, state: State) -> None:
+        """Restores the state; raises RolloutError if it is unreadable, and warns if the prompts differ."""
         cursor, prompts = self._cursor, self._cursor.prompts
         try:
             self._scheduler.load_state_dict(state)
@@ -273,7 +274,7 @@ class RolloutController:
             saved_prompts, curriculum = state["prompts"], state["curriculum"]
         except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
             raise RolloutError(
-                f"The checkpoint's rollout state was written by another version of lightrl ({error!r}). Resume with "
+                f"The checkpoint's rollout state was written by a different lightrl version ({error!r}). Resume with "
                 "that version, or run `lightrl export` on the checkpoint and start a new run from the exported model."
             ) from error
         cursor.load_state_dict(curriculum)
@@ -315,11 +316,11 @@ class RolloutController:
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
-        """Waits for `Tasks.changed`, set when a group is done or the run fails. If cancelled, no group is taken."""
+        """Asks the scheduler for a batch, again after each change, until it has one. If cancelled, takes no group."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
-                f"The engine serves weight version {served} and the trainer is at {weight_version} (-1 is none). "
+                f"The engine serves weight version {served} (-1 means none), and the trainer is at {weight_version}. "
                 f"The engine may lag by at most max_staleness={self.settings.max_staleness}. Load newer weights first."
             )
         if not self.settings.defers_rewards and (unrewarded := self._scheduler.unrewarded()):
@@ -353,7 +354,7 @@ class RolloutController:
     async def _start_admissible(self) -> None:
         """Starts all admissible groups; on-policy, in one admission batch. If cancelled, started groups continue.
 
-        If a prompt has not been made yet, a thread makes it first and then calls this again.
+        If a prompt has not been made yet, a thread makes it first; then this method is called again.
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
@@ -442,7 +443,7 @@ class RolloutController:
         """Reports to the scheduler that a trajectory of a running group is done; None means that it was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
-            return  # it was given up in this tick of the event loop
+            return  # the group was given up in this tick of the event loop
         if self._take_wait is not None:
             self._take_wait.last_progress = time.monotonic()
         try:

@@ -1,14 +1,14 @@
-"""GroupScheduler: which groups may start and which a batch takes. Plain decisions: no asyncio, threads, clocks or I/O.
+"""GroupScheduler: decides which groups may start and which a batch takes, without asyncio, threads, clocks or I/O.
 
-Notation: v is the current weight version, η `max_staleness`, P `groups_per_iteration`. A group's version is that of its
-oldest token; for a running group it is the version that served when it started, a lower bound.
+Notation: v is the current weight version, η is `max_staleness`, and P is `groups_per_iteration`. A group's version is
+the version of its oldest token. For a running group it is a lower bound, the version that served when it started.
 
-Windowed order, the default: a group may start once it is among the next (η + 1)·P groups of the stream, and only the
-trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, however long one
-of them takes. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions later.
-Which groups a batch contains does not depend on how long they took: fast ones are not preferred.
+The default is windowed order. A group may start once it is among the next (η + 1)·P groups of the stream, and only the
+trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, even if one of
+them takes long. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions
+later. Which groups a batch contains does not depend on how long they took, so fast groups are not preferred.
 
-A run that over-samples passes over slow groups instead: `find_late` finds the groups that would be too old for any
+A run that over-samples passes over slow groups instead. `find_late` finds the groups that would be too old for any
 later batch.
 """
 
@@ -30,10 +30,10 @@ from lightrl.errors import RewardError, RolloutError
 from lightrl.rollout.prompts import Curriculum, State
 from lightrl.trajectory import Group, Prompt, Trajectory
 
-MAX_DROPPED_ITERATIONS = 10  # times P: the default bound on dropped groups
-MAX_RESAMPLES = 3  # then a group that lost a trajectory is dropped
+MAX_DROPPED_ITERATIONS = 10  # the default limit on dropped groups is this times P
+MAX_RESAMPLES = 3  # times that an incomplete group is sampled again before it is dropped
 
-# Reason of a drop → how to fix a run that drops too many groups for this reason.
+# Reason for dropping → advice for a run that drops too many groups for this reason.
 ADVICE = {
     "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
     "filtered_too_hard": "lower min_success, or use easier prompts",
@@ -47,10 +47,10 @@ OTHER_ADVICE = "loosen the rule"
 
 @dataclass(frozen=True)
 class GroupFilter:
-    """Decides whether to drop a group with rewards: returns the (reason, message) of the drop, or None to keep it.
+    """Decides whether to drop a group with rewards. Returns (reason, message) to drop it, or None to keep it.
 
     The policy learns from the differences between a group's trajectories. If all rewards are equal, the advantages are
-    0: the group takes up a place in the iteration but gives no gradient. DAPO's dynamic sampling drops such groups and
+    0: the group takes up a place in the iteration but yields no gradient. DAPO's dynamic sampling drops such groups and
     samples new prompts.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
@@ -63,7 +63,7 @@ class GroupFilter:
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
     max_group_tokens: int | None = None  # bound on the longest trajectory, without its prompt
-    rule: Callable[[Group], object] | None = None  # a word or True drops the group; None, False or "" keeps it
+    rule: Callable[[Group], object] | None = None  # drops a group by returning True or a word
 
     def __post_init__(self) -> None:
         check_bounds(1, max_group_tokens=self.max_group_tokens)
@@ -108,23 +108,23 @@ class RolloutSettings:
     Args:
         group_size: G, trajectories per prompt.
         groups_per_iteration: P.
-        total_groups: groups that the whole run needs; None if its end is unknown.
+        total_groups: number of groups that the whole run needs; None if the run's end is unknown.
         max_staleness: η, in versions; 0 is on-policy.
-        max_concurrent: bound on groups in flight; None leaves it to the staleness bound.
-        rollout_timeout_s: the run ends if no trajectory that a batch waits for finishes for this long.
+        max_concurrent: maximum number of groups in flight; None: limited only by `max_staleness`.
+        rollout_timeout_s: the run ends if a batch waits this long without a finished trajectory.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fail.
         curriculum: chooses among the prompts by past success; None runs all of them.
-        group_filter: decides from the rewards which groups are dropped, and why; each is replaced by a new prompt.
-        max_dropped_groups: the run ends if more than this many groups are dropped per P that are kept, by the filter,
-            as incomplete, or because every trajectory failed; 10·P if None.
+        group_filter: decides from the rewards which groups to drop, and why; a new prompt replaces each dropped group.
+        max_dropped_groups: the run ends if more than this many groups are dropped per P kept groups, because of the
+            filter, as incomplete, or because every trajectory failed; None means 10·P.
         incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
-        oversample_fraction: start this fraction of P more groups than needed. The run gives up those in flight that
-            would hold a batch back and carries the others over; on-policy it gives up all of them.
-        workflow_workers: processes that run the workflow; 0 runs it on the controller's event loop.
-        defers_rewards: on-policy only: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so
-            neither `curriculum` nor `group_filter` can read rewards.
+        oversample_fraction: start this fraction of P more groups than needed. Groups in flight that would hold a batch
+            back are given up, and the others are kept for later batches; on-policy, all of them are given up.
+        workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
+        defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
+            and `group_filter` cannot read rewards. Only for on-policy runs.
     """
 
     group_size: int = 1
@@ -168,7 +168,7 @@ class RolloutSettings:
 
     @functools.cached_property
     def num_oversampled(self) -> int:
-        """Groups started beyond the P that an iteration needs."""
+        """The number of groups started beyond the P that an iteration needs."""
         return math.ceil(self.oversample_fraction * self.groups_per_iteration)
 
 
@@ -190,10 +190,10 @@ class DropCounter:
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
-        self._num_done = 0  # trajectories, since the last batch was taken
-        self._num_failed = 0  # trajectories that failed, since then
-        self.num_kept = 0  # groups, since then
-        self._num_dropped: collections.Counter[str] = collections.Counter()  # groups, since then
+        self._num_done = 0  # finished trajectories, since the last batch was taken
+        self._num_failed = 0  # failed trajectories, since then
+        self.num_kept = 0  # kept groups, since then
+        self._num_dropped: collections.Counter[str] = collections.Counter()  # dropped groups, since then
 
     def begin_iteration(self) -> None:
         """Resets the counts, because a batch was taken."""
@@ -225,7 +225,7 @@ class DropCounter:
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if too many trajectories of a validation batch failed: the mean would mislead."""
+        """Raises RolloutError if too many trajectories of a validation batch failed, as the mean would mislead."""
         self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
 
     def _check_failed(self, num_failed: int, total: int, when: str) -> None:
@@ -241,7 +241,7 @@ class DropCounter:
         self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """Counts a dropped group, which another prompt replaces; raises RolloutError if too many were dropped."""
+        """Counts a dropped group, which a new prompt replaces; raises RolloutError if too many were dropped."""
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
@@ -269,7 +269,7 @@ class DropCounter:
 class Batch:
     """The decision of `take`: the groups to train on, or the running groups to wait for."""
 
-    group_ids: list[int] | None  # P group ids, or None: wait
+    group_ids: list[int] | None  # P group ids; None: wait
     waits_for: list[int]  # running groups that hold the batch back
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
 
@@ -283,7 +283,7 @@ class RunningGroup:
     """A group that is being sampled; sampling it again makes a new object."""
 
     group: Group
-    started_version: int  # the weights that served when it started: no token is older
+    started_version: int  # the weight version that served when it started; no token is older
     seed_name: str  # determines the seeds of its generations
     results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample → trajectory; None if dropped
 
@@ -308,13 +308,13 @@ class GroupScheduler:
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
-        # The running groups of a checkpoint: position → version at the start, finished samples.
+        # Groups that ran when the checkpoint was written: position → version at the start, finished samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
         self._num_resamples: dict[int, int] = {}  # position in flight → how often it got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
-        """Number of finished trajectories of the groups that the next batch may contain, for progress."""
+        """The number of finished trajectories in the groups that the next batch may contain, for progress."""
         ids = [*self.running, *self.finished]
         if not self.settings.num_oversampled:
             ids = self._stream()[: self.settings.groups_per_iteration]
@@ -329,14 +329,14 @@ class GroupScheduler:
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
 
-        On-policy, replacements of dropped groups wait until the whole admission batch before them is done: which groups
-        are sampled, and which are decoded together, then depends on the seed, not on which one finished first.
+        On-policy, replacements of dropped groups wait until the whole admission batch before them is done. Then the
+        seed decides which groups are sampled, and which are decoded together, not the order in which groups finish.
         """
         if self.settings.max_staleness == 0 and self.running and not self._queued:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # a resume may have more finished groups than the window
+        return bool(self.startable(weight_version))  # after a resume, more groups may be finished than the window has
 
     def plan(self, weight_version: int) -> int:
         """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
@@ -366,7 +366,7 @@ class GroupScheduler:
         return startable if max_concurrent is None else startable[: max(0, max_concurrent - len(self.running))]
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
-        """Moves a queued position to `running`, under these weights."""
+        """Moves a queued position to `running`, with this weight version."""
         (self._queued if position in self._queued else self._again).remove(position)
         num_resamples = self._num_resamples.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{num_resamples}" if num_resamples else "")
@@ -404,8 +404,8 @@ class GroupScheduler:
     def settle(self, group: Group) -> None:
         """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        It also raises if the group filter does. The group then stays in flight, so a run resumed with a fixed filter
-        samples it again.
+        If the group filter raises, the error is raised and the group stays in flight, so that a run resumed with a
+        corrected filter samples it again.
         """
         self._num_resamples.pop(group.id, None)
         num, size = len(group.trajectories), self.settings.group_size
@@ -533,7 +533,7 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """Whether a resumed run can use it: not if its reward may need an agent's folder, which is deleted with the run."""
+    """Whether a resumed run can use it: its reward must not need an agent's folder, which is deleted with the run."""
     return trajectory is None or trajectory.workspace is None
 
 
@@ -542,13 +542,13 @@ def num_admissible(
 ) -> int:
     """Returns how many groups may start now.
 
-    A group may start while `accepted + running < (η + v + 1)·P`: it is then trained on by version v + η. With
-    over-sampling a few more may start; `pass_over` gives up those that would hold a batch back.
+    A group may start while `accepted + running < (η + v + 1)·P`; then it is trained on by version v + η. With
+    over-sampling a few more groups may start; `pass_over` gives up those that would hold a batch back.
 
     Args:
         weight_version: v, the version that all routable engines have acknowledged.
         running: groups in flight, at most `max_concurrent` if that is not None.
-        accepted: groups finished and kept since the run began, trained on or waiting; dropped ones do not count.
+        accepted: groups finished and kept since the run began, trained on or waiting; dropped groups do not count.
     """
     num = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
     if settings.total_groups is not None:
@@ -564,10 +564,10 @@ def pass_over(
 ) -> Batch:
     """Takes the P finished groups with the oldest versions, unless too many of the remaining groups would be late.
 
-    Late groups are given up, at most as many as admission starts beyond the window. That many always suffice.
+    Late groups are given up, but no more than admission starts beyond the window; that number always suffices.
 
     Args:
-        weight_version: v, of the trainer.
+        weight_version: v, the trainer's version.
         finished, running: group id → version of its oldest token, or of the weights that served when it started.
     """
     size = settings.groups_per_iteration
@@ -586,12 +586,12 @@ def pass_over(
 def find_late(
     settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
 ) -> list[int]:
-    """Returns the smallest set of groups without which all others can be trained on in time, running groups first.
+    """Returns the fewest groups to give up so that all others are trained on in time; prefers running groups.
 
-    Without over-sampling the set is empty, except after a resume with a smaller η or P.
+    Without over-sampling there are none, except after a resume with a smaller η or P.
 
     Args:
-        weight_version: the next batch's; it takes the P groups with the oldest versions, and later batches follow.
+        weight_version: version of the next batch, which takes the P groups with the oldest versions.
         versions: group id → version.
         running: the groups that are not finished.
     """

@@ -1,4 +1,4 @@
-"""PromptCursor: which position of the prompt stream comes next; with a Curriculum, which ones are skipped.
+"""PromptCursor: decides which position of the prompt stream comes next, skipping prompts as the Curriculum says.
 
 PromptsAhead makes prompts in a thread, in advance, if that takes time.
 """
@@ -19,26 +19,26 @@ from lightrl.trace import span
 from lightrl.trajectory import Prompt, sampling_seed
 
 State = dict[str, Any]  # plain Python, for a checkpoint
-MAX_SKIPPED = 100_000  # positions in a row
+MAX_SKIPPED = 100_000  # maximum number of positions skipped in a row
 AHEAD = 256  # number of prompts that a thread makes in advance in one call
-MAX_PREPARED = 2_048  # most positions that must be prepared before a choice; fewer than a PromptStream keeps
+MAX_PREPARED = 2_048  # maximum positions to prepare before a choice; fewer than a PromptStream keeps
 
 
 class Prompts(Protocol):
-    """Endless prompts, by position; None at a position without a prompt to run.
+    """An endless stream of prompts; None at a position without a prompt to run.
 
-    Subclass it and write `__getitem__`; the other methods let a thread make prompts in advance if that takes time.
+    Subclass it and implement `__getitem__`. The other methods let a thread make prompts in advance if that takes time.
     """
 
     def __getitem__(self, position: int) -> Prompt | None: ...
 
     @property
     def fingerprint(self) -> str | None:
-        """A text that differs if two runs have different prompts; None skips the comparison."""
+        """A string that differs if two runs have different prompts; None skips the comparison."""
         return None
 
     def is_prepared(self, position: int) -> bool:
-        """Whether reading this position takes no time."""
+        """Whether the prompt at this position can be read without delay."""
         return True
 
     def prepare(self, first: int, num: int) -> None:
@@ -74,20 +74,20 @@ class Curriculum(Protocol):
 
 @dataclass(eq=False)
 class PromptCursor:
-    """Walks through the stream, position by position, and never back.
+    """Walks through the stream position by position, never backward.
 
     With a curriculum, a prompt is run with probability `weight` when its turn comes; otherwise it is skipped until its
     turn in the next epoch. The choice depends only on (run seed, position), so a position still identifies a group for
     seeds and resume.
 
-    Observations take effect at the next choice, in the order of positions, whichever group finished first.
+    Observations take effect at the next choice, in the order of positions, not in the order of finishing.
     """
 
     prompts: Prompts | None  # the stream; None if there is nothing to choose
     curriculum: Curriculum | None = None  # None runs every position
     next_position: int = 0
-    num_skipped: int = 0  # positions, since this object was made
-    past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts that came again
+    num_skipped: int = 0  # positions skipped since this object was made
+    past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts seen before
     # Position → prompt id and success rate, not yet given to the curriculum.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
@@ -112,7 +112,7 @@ class PromptCursor:
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
             if prompt is not None and rate_of is not None:
                 rate, kind = rate_of(prompt.id), "played" if is_chosen else "skipped"
-                if rate is not None:
+                if rate is not None:  # the prompt has come before
                     self.past_success[f"{kind}_again"] += 1
                     self.past_success[f"{kind}_again_success"] += rate
             self.next_position = position + 1
@@ -121,8 +121,8 @@ class PromptCursor:
             self.num_skipped += 1
         if self.curriculum is None:
             raise RolloutError(
-                f"{MAX_SKIPPED} consecutive rows give no prompt: row_filter, bad_rows or the length limits drop "
-                "them. Loosen these, or fix the data."
+                f"{MAX_SKIPPED} consecutive rows yielded no prompt, because row_filter, bad_rows or the length limits "
+                "dropped them. Loosen these, or fix the data."
             )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
@@ -130,7 +130,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared position of these and the next `num` choices, or None; raises like `choose`."""
+        """Returns the first unprepared position of these and the next `num` choices, if any; raises like `choose`."""
         prompts = self.prompts
         if prompts is None:
             return None
@@ -151,7 +151,7 @@ class PromptCursor:
         self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
-        """Returns the curriculum's state and pending observations, or None without one; not `next_position`."""
+        """Returns the curriculum's state and pending observations, without `next_position`; None if no curriculum."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
@@ -185,14 +185,14 @@ class PromptsAhead:
     """Makes prompts ahead of need; belongs to the controller's event loop."""
 
     cursor: PromptCursor  # determines which prompts come next
-    tasks: Tasks  # end the run if the stream raises
+    tasks: Tasks  # told to fail the run if the stream raises
     then: Callable[[], Coroutine[object, None, None]]  # starts the admissible groups once prompts have been made
     _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt at these positions, or of the next `num` choices, is missing; if so, starts making it.
+        """Whether a prompt at these positions, or among the next `num` choices, is missing; if so, starts making it.
 
-        Returns False after an error of the stream, because then no group starts.
+        If the stream raises, the run fails; then this returns False, because no group starts.
         """
         try:
             missing = self.cursor.unprepared(positions, num, run_seed)

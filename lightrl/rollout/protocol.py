@@ -1,4 +1,4 @@
-"""Rollout: where the loop and the callbacks get their groups; RecordedRollout: the groups of an earlier run.
+"""Rollout, the source of groups for the loop and the callbacks; RecordedRollout, which replays an earlier run's groups.
 
 RolloutController generates groups, and `loops.SharedRollout` shares rank 0's controller with all ranks.
 """
@@ -21,7 +21,7 @@ OnWait = Callable[[int, int], None]  # (trajectories done, trajectories needed),
 
 
 class Rollout(Protocol):
-    """Groups to train on and to validate with. RolloutController documents the methods."""
+    """Provides groups to train on and to validate with. RolloutController documents the methods."""
 
     @property
     def is_recorded(self) -> bool:
@@ -78,10 +78,10 @@ class RecordedRollout:
         return self.iterations[weight_version % len(self.iterations)]
 
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
-        """Does nothing: the rewards are recorded."""
+        """No-op: the rewards are already recorded."""
 
     def commit(self) -> None:
-        """Does nothing: no group is in flight."""
+        """No-op: no group is in flight."""
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Consumes the export, in which all ranks take part, although there is no engine."""
@@ -108,7 +108,7 @@ class RecordedRollout:
         return {}
 
     def load_state_dict(self, state: State) -> None:
-        """Does nothing: the weight version is the only state, and the loop restores it."""
+        """No-op: the weight version is the only state, and the loop restores it."""
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Does nothing: nothing is open."""
+        """No-op: there is nothing to close."""

@@ -1,6 +1,6 @@
-"""RLTrainer: lightrl's Trainer as the loop and the callbacks see it: Lightning's, plus a rollout and RL hooks.
+"""RLTrainer: Lightning's Trainer with the rollout and the RL hooks that the loop and the callbacks use.
 
-It is a class, not a Protocol: its users also need Lightning's Trainer, and Python has no intersection types.
+It is a class, not a Protocol, because its users also need Lightning's Trainer and Python has no intersection types.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class RLTrainer(L.Trainer):
     engine: RolloutEngine | None = None  # if not set, the first stage sets LocalEngine() on rank 0
     settings: Mapping[str, object] | None = None  # from the command line and its files; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
-    memory_estimate: str  # the estimated use of a rank's memory, in words
-    # Logs a number of the training batch, by name, value and `log`'s other arguments; False if Lightning must log it.
+    memory_estimate: str  # a description of a rank's estimated memory use
+    # Logs a number of the training batch, given name, value and `log`'s other arguments; False if Lightning must log.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
     is_in_iteration: bool = False  # until its updates are made
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
 
     @property
     def rollout(self) -> Rollout:
-        """The source of the current stage's groups; raises RuntimeError if no stage of an RLModule runs."""
+        """The source of the current stage's groups; raises RuntimeError if no stage of an RLModule is running."""
         if self.open_rollout is None:
             raise RuntimeError("There is no rollout: no fit, validate, test or predict of an RLModule is running.")
         return self.open_rollout
 
     @property
     def weight_version(self) -> int:
-        """Version of the weights being trained: the number of finished iterations, `global_step`."""
+        """The version of the weights being trained, which is the number of finished iterations, `global_step`."""
         return self.global_step
 
     @property
@@ -64,9 +64,9 @@ class RLTrainer(L.Trainer):
         raise NotImplementedError
 
     def call_rl_hook(self, name: str, *args: object) -> None:
-        """Calls an RL hook of all callbacks and the module, in which `self.log` works."""
+        """Calls an RL hook of all callbacks and of the module; `self.log` works inside it."""
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:
-        """Rolls out the prompts of a validation, test or predict batch, with rewards."""
+        """Rolls out the prompts of a validation, test or predict batch, and computes rewards."""
         raise NotImplementedError

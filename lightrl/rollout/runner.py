@@ -1,10 +1,10 @@
 """TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
 
-InFlightCompletions: what running groups have generated so far and the answers they got, so that a resumed run can
+InFlightCompletions keeps what running groups have generated so far and the answers they got, so that a resumed run can
 continue from there.
 
-AdmissionBatch: groups that start together reach the engine together. Rewards: computes rewards. Both exist only in rank
-0's process.
+AdmissionBatch lets groups that start together reach the engine together. Rewards computes rewards. Both exist only in
+rank 0's process.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from lightrl.trace import record, span
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
-# Ticks of the event loop after which every new trajectory has reached its first `generate`: one starts the group's
-# task, one the task of the trajectory or request, and the others allow for a workflow that first awaits something that
+# Event-loop ticks after which every new trajectory has reached its first `generate`. One tick starts the group's task,
+# and one starts the task of the trajectory or request. The others allow for a workflow that first awaits something that
 # is ready.
 ADMISSION_TICKS = 5
 
 
 @dataclass(eq=False)
 class InFlightCompletions:
-    """The completions of running groups, by seed name of the group. Belongs to one event loop."""
+    """The completions of running groups, keyed by the group's seed name. Belongs to one event loop."""
 
     workflow: Workflow
-    started: dict[int, Completion] = field(default_factory=dict)  # from a checkpoint, by seed; complete or partial
-    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # by seed; None in progress
-    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # from a checkpoint, by session
-    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # by the group's seed name and session
+    started: dict[int, Completion] = field(default_factory=dict)  # seed → completion from a checkpoint
+    _completions: dict[str, dict[int, Completion | None]] = field(default_factory=dict)  # None: in progress
+    _answers: dict[str, list[list[Any]]] = field(default_factory=dict)  # session → answers from a checkpoint
+    _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # seed name → session → log
 
     def open(self, seed_name: str) -> None:
-        """Adds a training group, which starts now, to those that checkpoints include."""
+        """Adds a training group that starts now, so that checkpoints include it."""
         self._completions.setdefault(seed_name, {})
 
     def close(self, seed_name: str) -> None:
@@ -57,7 +57,7 @@ class InFlightCompletions:
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns what a checkpoint has of these samples, for `take_over`; None in validation."""
+        """Removes and returns what a checkpoint contains for these samples, for `take_over`; None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -74,7 +74,7 @@ class InFlightCompletions:
         self._answers |= parts["answers"]
 
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
-        """Returns the dict of a running group's completions, which callers fill; a throw-away dict in validation."""
+        """Returns the dict that callers fill with a running group's completions; in validation, an unused dict."""
         return self._completions.get(seed_name, {})
 
     def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
@@ -89,8 +89,8 @@ class InFlightCompletions:
         """Returns the completions and answers for a checkpoint.
 
         Args:
-            unfinished: by seed, the engine's completions in progress.
-            states_of_workers: the workflow workers' states, in the form that this method returns.
+            unfinished: the engine's completions in progress, keyed by seed.
+            states_of_workers: the workflow workers' states, as this method returns them there.
         """
         logs = [item for logs in self._logs.values() for item in logs.items()]
         completions: dict[int, Any] = {}
@@ -125,7 +125,7 @@ class TrajectoryRunner:
         """Yields each sample's trajectory, or the error that drops it, as soon as it is done; sets no deadline.
 
         Args:
-            sampling: for every turn; the seed is set here.
+            sampling: settings for every turn; this method sets the seed.
             run_seed, seed_name: together with sample and turn, determine everything that is sampled.
 
         Raises:
@@ -142,9 +142,9 @@ class TrajectoryRunner:
                         if sample not in missing:
                             raise RolloutError(f"{name} yielded an unrequested sample {sample!r} of {prompt.id!r}.")
                         del missing[sample]
-                        is_checked = self.workflow.samples_apart  # or built, by lightrl's own `run_group`
+                        is_checked = self.workflow.samples_apart  # or was built by lightrl's `run_group`
                         yield sample, result if is_checked else self._check(result, prompt)
-                error = RolloutError(f"{name} ended without a trajectory of prompt {prompt.id!r}.")
+                error = RolloutError(f"{name} ended without a trajectory for prompt {prompt.id!r}.")
         except (RolloutError, RewardError) as raised:
             error = raised
         except asyncio.CancelledError:
@@ -167,7 +167,7 @@ class TrajectoryRunner:
         self.in_flight.close(seed_name)
 
     async def states_of_workers(self) -> list[State]:
-        """Returns nothing, because this process has all completions in flight."""
+        """Returns an empty list, because all completions in flight belong to this process."""
         return []
 
 
@@ -191,7 +191,7 @@ class _GroupGenerate:
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
         futures: dict[int, asyncio.Future[Completion]] = {}
-        unfinished: dict[int, Completion | None] = {}  # sample → the part of its completion in a checkpoint, if any
+        unfinished: dict[int, Completion | None] = {}  # sample → its partial completion from a checkpoint, if any
         for sample, seed in seeds.items():
             in_flight[seed] = None
             started = self.in_flight.started.pop(seed, None)
@@ -289,7 +289,7 @@ class AdmissionBatch:
     async def batch(self) -> AsyncIterator[None]:
         """Waits for the previous batch and for the engine's pause.
 
-        On cancellation the engine is resumed. The resume itself is never cancelled, or the engine would stay paused.
+        On cancellation the engine is resumed. The resume is never cancelled, or else the engine would stay paused.
         """
         async with self._lock:
             try:
@@ -314,15 +314,15 @@ class Rewards:
 
     reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
-    tasks: Tasks  # end the run if the worker fails
+    tasks: Tasks  # told to fail the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
-    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # ids
+    _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id()
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
-        """Sets the reward once it is known; the future's result is False if it failed and the trajectory is dropped.
+        """Sets the reward once it is known. The result is False if the reward failed, which drops the trajectory.
 
         The worker enforces its own deadline.
         """
@@ -340,7 +340,7 @@ class Rewards:
         self._deferred[id(trajectory)] = (trajectory, self.compute(trajectory))
 
     async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
-        """Waits until all rewards of these groups are set or one fails the run; starts those not yet requested.
+        """Requests missing rewards of these groups, and waits until all rewards are set or one fails the run.
 
         A trajectory whose reward failed is removed from its group. Calls `on_reward` for each trajectory. Raises
         RolloutError if too many rewards failed.

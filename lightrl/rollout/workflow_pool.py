@@ -5,9 +5,9 @@
               rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
 
 A trajectory's prompt and seeds are sent to the worker that runs the fewest trajectories, which sends the trajectory
-back. So results do not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Others run
-its trajectories again from their seeds, with the weights that serve then; the version at the group's start still bounds
-its staleness.
+back. So results do not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Other
+workers run its trajectories again from their seeds, with the current weights; the version at the group's start still
+bounds its staleness.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 START_S = 120.0  # time for a worker to import everything
 END_S = 5.0  # time for a worker to exit after its channel is closed
-BEAT_S = 1.0  # between two messages to an idle worker
-MAX_DEATHS = 3  # a trajectory whose workers died this often is not run again, because it may be the cause
+BEAT_S = 1.0  # interval between messages to an idle worker
+MAX_DEATHS = 3  # a trajectory whose workers died this many times is not run again; it may be the cause
 _STACK_S = 0.5  # time for a hanging worker to print its stack
-_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, or an EngineError
+_ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, unless it is an EngineError
 
 
 class _WorkerLostError(Exception):
@@ -68,7 +68,7 @@ class _Worker:
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
     state: Any = None  # the state of its engine
     num_done: int = 0  # finished trajectories
-    silent_s: float = 0.0  # counted in beats, not by the clock: a suspended run has no hanging workers
+    silent_s: float = 0.0  # counted in beats, because after a suspended run a clock would be wrong
 
     def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
         answer = asyncio.get_running_loop().create_future()
@@ -81,7 +81,7 @@ class _Worker:
         return sum(len(samples) for _, samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """Puts a sample's trajectory or error in its run's queue; None as sample is an error of all its samples."""
+        """Puts a sample's trajectory or error in its run's queue; with sample None, the error is for all samples."""
         if key not in self.runs:  # given up
             if isinstance(result, Trajectory):
                 self.workflow.clean_up(result)
@@ -104,7 +104,7 @@ class WorkflowPool:
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
     num: int  # the number of workers
-    tasks: Tasks  # the controller's; end the run if a worker cannot be started
+    tasks: Tasks  # the controller's; told to fail the run if a worker cannot be started
     silent_s: float  # a worker that does not answer for this long counts as hanging
 
     def __post_init__(self) -> None:
@@ -127,7 +127,7 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation stops them too.
+        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation also stops it there.
 
         A sample whose workers died `MAX_DEATHS` times fails with a RolloutError.
         """
@@ -233,7 +233,7 @@ class WorkflowPool:
             log.warning("The %s ended with %s. %s", name, ending, lost)
 
     async def _wait_until_ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:
-        """Returns the worker at the other end once it is ready, or None if it ended before that."""
+        """Returns the worker at the other end once it is ready, or None if it exited before that."""
         channel = await Channel.open(end)
         level = logging.getLogger("lightrl").getEffectiveLevel()
         with contextlib.ExitStack() as undo:
@@ -251,7 +251,7 @@ class WorkflowPool:
         return _Worker(name, self.workflow, child, channel, *ready)
 
     async def _serve(self, worker: _Worker) -> int:
-        """Handles a worker's messages until it ends, then fails its runs; returns the number of lost trajectories."""
+        """Handles a worker's messages until it exits, then fails its runs; returns the number of lost trajectories."""
         self._workers.append(worker)
         self._has_workers.set()
         self._was_ready = True
@@ -276,7 +276,7 @@ class WorkflowPool:
             self._report_states()
 
     def _on_message(self, worker: _Worker, message: tuple[Any, ...]) -> None:
-        """Handles a message without trusting its form; raises BadMessage."""
+        """Checks a message's structure and handles it; raises BadMessage if the message is invalid."""
         match message:
             case None, (str(kind), str(url), str(reason)):
                 self._leader.on_server_failed(kind, url, reason)
@@ -304,7 +304,7 @@ class WorkflowPool:
             raise BadMessage(f"an invalid trajectory of prompt {prompt.id!r} ({error!r})") from error
 
     async def _beat(self) -> None:
-        """Posts to the workers every second, and ends those that hang."""
+        """Posts to the workers every second, and kills those that hang."""
         try:
             while True:
                 await asyncio.sleep(BEAT_S)
@@ -332,7 +332,7 @@ async def _end(child: ChildProcess) -> int:
     """Waits for a worker to exit after its channel was closed, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
-    finally:  # a closing controller does not wait that long: it cancels this task too
+    finally:  # a closing controller cancels this task too, without waiting that long
         child.ask_to_end(0.0)
         await child.ended(END_S)
         child.kill()

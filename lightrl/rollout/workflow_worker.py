@@ -85,7 +85,7 @@ class WorkflowWorker:
         await asyncio.wait(ending, timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts samples of a group; `started` is what a checkpoint has of them, None in validation."""
+        """Starts samples of a group; `started` is what a checkpoint contains for them, or None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

@@ -1,7 +1,7 @@
 """Block FP8: linear weights in float8 with a scale per block of 128 × 128, in half the memory of bfloat16.
 
-This is the format of FP8 checkpoints like Qwen3-8B-FP8: `q_proj.weight` [N, K] in float8_e4m3fn, and each block's
-scale in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. Embedding, head, routers, norms and biases are not
+FP8 checkpoints such as Qwen3-8B-FP8 have this format: `q_proj.weight` [N, K] in float8_e4m3fn, and each block's scale
+in `q_proj.weight_scale_inv` [N / 128, K / 128], float32. The embedding, head, routers, norms and biases are not
 quantized. Scales are powers of two, which cost no precision and make products exact in bfloat16.
 
 Source: DeepSeek-V3 (https://arxiv.org/abs/2412.19437), section 3.3; transformers 5.23, integrations/finegrained_fp8.py.
@@ -95,7 +95,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Multiplies a weight by its scales; returns the rounded weight [..., N, K] in bfloat16, which is exact."""
+    """Multiplies a weight by its scales; returns the weight [..., N, K] in bfloat16, without further rounding."""
     rows, columns = weight.shape[-2:]
     scales = scale.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
     return (weight.float() * scales[..., :rows, :columns]).bfloat16()

@@ -2,7 +2,7 @@
 
 Rank 0 is the trainer; the other ranks are the servers' tensor-parallel ranks. The group is built as SGLang builds its
 side (`init_weights_update_group`): a store at tcp://host:port, then torch's helper function. A group cannot lose a
-member: if one dies, close the group and build another one under a new name.
+member. If a member dies, close the group and build a new group under a new name.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Inside, new gloo groups use this network interface; by default gloo uses the host name's interface."""
+    """Context manager: new gloo groups inside it use this network interface instead of the host name's interface."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

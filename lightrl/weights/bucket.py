@@ -1,4 +1,4 @@
-"""Buckets of parameters, bounded in size so that an export never holds a model twice, and the form for servers."""
+"""Buckets of parameters, small enough that an export never holds a model twice, and their conversion for servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Some of a model's parameters by Hugging Face name, each whole (not sharded).
+    """Some of a model's parameters, keyed by Hugging Face name. They are not sharded.
 
     An iterator of buckets empties each bucket before it yields the next, so only one is in memory. The tensors may be
     the trainer's parameters themselves; copy them to keep them.
@@ -57,7 +57,7 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
         bucket_bytes: the largest size of a bucket.
 
     Returns:
-        The buckets in order; the last one has `is_last`. Without parameters, one empty bucket.
+        The buckets in order; `is_last` is true for the last one. Without parameters, there is one empty bucket.
     """
     held: dict[str, Tensor] = {}
     size = 0
@@ -76,11 +76,11 @@ OUTPUT_HEAD = "lm_head.weight"  # the output head's Hugging Face name in all fam
 
 
 class ServerForm:
-    """The form in which a server needs parameters; converts one tensor at a time, except in `quantized`.
+    """Converts parameters to the dtype, names and quantization that a server loads, mostly one tensor at a time.
 
     Args:
         dtype: the dtype of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
-        skip_names: Hugging Face names that the server does not load: the output head of a model with tied embeddings.
+        skip_names: Hugging Face names that the server does not load, such as the output head with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """
 
@@ -93,7 +93,7 @@ class ServerForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
-        """Makes the form for a model of this config; skips a tied output head, since the embedding is sent."""
+        """Makes the object for a model with this config; skips a tied output head, because the embedding is sent."""
         skip_names = [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else []
         return cls(dtype, skip_names, block_fp8.is_block_fp8(config))
 

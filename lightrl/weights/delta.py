@@ -3,7 +3,7 @@
 The functions work on chunks of `CHUNK` elements of a flat tensor, whose bits are read as unsigned integers. An update
 of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring value. A chunk is therefore sent as
 
-    sparse    the gaps between changed elements, a byte each, and the differences of their bits
+    sparse    the gaps between changed elements, one byte each, and the differences of their bits
     dense     the difference of each element's bits, if a quarter or more of the elements changed
     nothing   if no element changed
 
@@ -38,8 +38,8 @@ BLOCK_CHUNKS = 8  # maximum number of chunks in a block
 PART_BYTES = 16 * 2**20  # approximate size of a part
 _ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
 _DENSE_FRACTION = 0.25  # if more elements changed, sending positions costs more than sending zeros
-_STORED_FRACTION = 1 / 16  # if fewer changed, gaps are nearly random: compressing them takes longer than sending them
-_LARGE, _LARGE_FRACTION = 15, 1 / 8  # if few differences are 15 or more, these follow the half bytes in full
+_STORED_FRACTION = 1 / 16  # if fewer changed, gaps are nearly random, and compressing them takes too long
+_LARGE, _LARGE_FRACTION = 15, 1 / 8  # if few differences reach 15, they are stored in full after the half bytes
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTHS = struct.Struct("<II")
 
@@ -47,7 +47,7 @@ Bits = npt.NDArray[Any]  # unsigned integers
 
 
 class DeltaError(ValueError):
-    """A delta that cannot be applied: corrupt, malformed, or for another model."""
+    """A delta cannot be applied, because it is corrupt, malformed, or for a different model."""
 
 
 class Change(NamedTuple):
@@ -196,7 +196,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
 
 
 def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """Compresses to one zlib stream with a Huffman code per input; does not search for matches, which are rare."""
+    """Compresses into one zlib stream with a Huffman code per input; does not search for matches, which are rare."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
@@ -205,7 +205,7 @@ def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
 
 
 def _encode(values: Bits) -> bytes:
-    """Packs values into half a byte each if nearly all are small, 5 times as fast as zlib; otherwise uses zlib."""
+    """Packs each value into half a byte if nearly all are small, 5 times as fast as zlib would; otherwise uses zlib."""
     width = values.dtype.itemsize
     folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
@@ -294,7 +294,7 @@ class DeltaCopy(HostCopy):
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
-        # One torch thread each: OpenMP's threads would compete with the pool's.
+        # Each worker uses one torch thread, because OpenMP's threads would compete with the pool's.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; returns the parts of its delta to the last version, none unless `has_base`, and the copy."""
+        """Copies a bucket; returns the parts of its delta from the last version (none without a base), and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""DeltaFolder: a folder on a server's host with one weight version; full versions replace it, and deltas update it.
+"""DeltaFolder: a folder on a server's host that holds one weight version. Full versions replace it; deltas update it.
 
     root/version-00000012/   what a server loads: model-00001.safetensors …, index, config.json, version.json
     root/incoming/           parts of the next version while they arrive; the version above is unchanged
@@ -68,7 +68,7 @@ class DeltaFolder:
     """Holds one version; only `write` may be called concurrently.
 
     Args:
-        root: an empty folder, or one of an earlier DeltaFolder. Nothing else may write there.
+        root: an empty folder, or the folder of an earlier DeltaFolder. Nothing else may write there.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -96,12 +96,12 @@ class DeltaFolder:
         return NOTHING
 
     def begin(self, session: str, base: str) -> None:
-        """Starts the upload of a version, and discards an unfinished one.
+        """Starts the upload of a version, and discards any unfinished upload.
 
         Args:
             session: the upload's id, which the sender chooses and sends with each part.
-            base: the digest of the version that the delta starts from. Empty for a full version; the current version
-                is then removed immediately, to free its space.
+            base: the digest of the version that the delta starts from. It is empty for a full version; then the current
+                version is removed immediately, to free its space.
         """
         self._session = ""
         self._remove("incoming")
@@ -122,11 +122,11 @@ class DeltaFolder:
         self._checks[index] = check
 
     def finish(self, session: str, version: Version, num_parts: int, config: Mapping[str, Any]) -> Path:
-        """Builds the version from the uploaded parts, the safetensors files of a full version or the parts of a delta.
+        """Builds the version from the uploaded parts, which are a full version's safetensors files or a delta's parts.
 
         Args:
             session: as in `begin`.
-            num_parts: how many parts were sent.
+            num_parts: number of parts that were sent.
             config: the content of config.json; ignored for a delta.
 
         Returns:
@@ -160,7 +160,7 @@ class DeltaFolder:
         """Undoes the last delta; `digest` must be the previous version's."""
         undo = self.undo
         if not digest or undo.digest != digest:
-            raise NotTheBase("The last delta here did not start from this version, so this version cannot be restored.")
+            raise NotTheBase("This version cannot be restored, because the last delta here did not start from it.")
         parts = sorted((self.root / "undo").glob("part-*"))
         self._apply_parts(parts, undo, backward=True)
         self._remove("undo")
@@ -198,7 +198,7 @@ class DeltaFolder:
 
     def _check_session(self, session: str) -> None:
         if not session or session != self._session:
-            raise NotTheBase("No upload of this version has started here, or another upload has replaced it.")
+            raise NotTheBase("No upload of this version has started here, or a later upload has replaced it.")
 
     def _apply_parts(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
         """Changes the current version in place to `target`; removes all files and raises DeltaError if that fails."""
@@ -207,7 +207,7 @@ class DeltaFolder:
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
         if sizes != self._files:
             self.clear()  # before anything reads a mapped page that no longer exists
-            raise DeltaError(f"The files of {source} have changed: one is missing or has another size.")
+            raise DeltaError(f"The files of {source} have changed: one is missing or has a different size.")
         source.rename(changing)
         self.version = NOTHING
         sums: dict[tuple[str, int], int] = {}
@@ -238,7 +238,7 @@ class DeltaFolder:
         return sums
 
     def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Renames the folder to the version's name, or clears it if its digest differs; `sums` are known checksums."""
+        """Names the folder after the version; if its digest differs, clears it and raises. `sums`: known checksums."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
@@ -300,7 +300,7 @@ def _map_tensors(path: Path) -> Iterator[tuple[str, Bits]]:
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raises OSError (ENOSPC) if less than `num_bytes` of disk, or of memory for a folder in memory, are free."""
+    """Raises OSError (ENOSPC) if less than `num_bytes` of disk, or of memory for a folder in memory, is free."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):
         free = min(free, host_memory()[0])

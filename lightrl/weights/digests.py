@@ -1,8 +1,8 @@
-"""Digests of the trainer's weights in a server's dtype and layout, for comparison with those the server reports.
+"""Digests of the trainer's weights in a server's dtype and layout, for comparison with the digests it reports.
 
 SGLang's `/weights_checker` and vLLM's `/weight_checker` return a digest per parameter and rank. Servers fuse q, k and v
-into one tensor, gate and up into one, all experts of a layer into two; each rank holds a shard; the vocabulary is
-padded with zeros. `Digests` computes the same digests from the buckets:
+into one tensor, gate and up into another, and all experts of a layer into two. Each rank holds a shard, and the
+vocabulary is padded with zeros. `Digests` computes the same digests from the buckets:
 
     bucket ─► parts of a tensor ─► complete? ─► a thread: cast, cut into shards, hash ─► digests by rank and name
                   (q, k, v)         no: copied, to wait for the other parts
@@ -103,7 +103,7 @@ class Digests:
     """Hashes a version's buckets while they are transferred; copies only parts of incomplete tensors.
 
     Args:
-        form: the dtype and names that are sent.
+        form: determines the dtype and names that are sent.
         layouts: the servers' layouts.
         timeout_s: limit for hashing one bucket.
     """
@@ -146,7 +146,7 @@ class Digests:
                 del self._parts[fused]
                 self._running.append(self._threads.submit(self._hash, fused, [parts[i] for i in range(num)]))
         for fused, index in added:
-            if fused in self._parts:  # a later bucket completes it, but this one is freed now
+            if fused in self._parts:  # a later bucket completes the tensor, but this bucket is freed now
                 self._parts[fused][index] = tuple(tensor.clone() for tensor in self._parts[fused][index])
 
     def wait(self) -> None:
@@ -174,7 +174,7 @@ class Digests:
 
     def _hash(self, name: str, sent: list[_Part]) -> None:
         """Computes a complete tensor's digest on each rank of each layout, from its parts in the order of fusion."""
-        # Servers hash quantized weights in bfloat16, whatever the dtype of other weights.
+        # Servers hash quantized weights in bfloat16, even if other weights have a different dtype.
         parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in sent]
         is_cast = len(sent[0]) == 1
         if self._form.dtype is not None and is_cast:
@@ -224,7 +224,7 @@ class Digests:
 
 
 def _fused(name: str, num_experts: int) -> tuple[str, int, int]:
-    """Returns the name of a parameter's fused parameter, its index among the fused parts, and their number."""
+    """Returns the name of the fused parameter that a parameter is part of, its index in it, and the number of parts."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
         fused, index, num = _OF_EXPERT[expert[3]]
         return f"{expert[1]}.{fused}", int(expert[2]) * num + index, num_experts * num

@@ -46,7 +46,7 @@ class WeightFolder:
     the leftovers of a killed writer. Only one process may write.
 
     Args:
-        root: the versions' folder, created if missing; servers must be able to read it. In /dev/shm it uses memory.
+        root: the versions' folder, created if missing; servers must be able to read it. A folder in /dev/shm is memory.
         config: the model's config, written next to the weights.
         form: the dtype and names that the servers need.
     """
@@ -60,7 +60,7 @@ class WeightFolder:
         """Writes a version and returns its folder.
 
         Raises:
-            WeightSyncError: if the disk is full or fails; earlier versions stay.
+            WeightSyncError: if the disk is full or fails; earlier versions are kept.
         """
         writer = self.begin(weight_version)
         try:
@@ -106,7 +106,7 @@ class VersionWriter:
         self.folder = folder
         self.weight_version = weight_version
         self.num_bytes = 0
-        self._files: dict[str, int] = {}  # sizes in bytes
+        self._files: dict[str, int] = {}  # file name → size in bytes
         self._file_of: dict[str, str] = {}  # parameter name → file name
         self._place = folder.root / f".unfinished-{weight_version:08d}-{os.getpid()}"
 
@@ -179,7 +179,7 @@ class VersionWriter:
 
 
 def served_config(config: PretrainedConfig, form: ServerForm) -> dict[str, object]:
-    """Returns the content of config.json for weights in this form."""
+    """Returns the content of config.json for weights that `form` converts."""
     values: dict[str, object] = json.loads(config.to_json_string(use_diff=False))
     if form.dtype is not None:
         values["dtype"] = str(form.dtype).removeprefix("torch.")
@@ -231,17 +231,17 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
         return WeightSyncError(
             f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. It needs "
             "space for 3 versions of the model. The servers keep the old weights. Free space there, or set "
-            "another weight_folder."
+            "a different weight_folder."
         )
     return WeightSyncError(
         f"Writing weight version {weight_version} to {str(root)!r} failed {after}: {error}. The servers keep the old "
-        "weights. Make the folder writable, or set another weight_folder."
+        "weights. Make the folder writable, or set a different weight_folder."
     )
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The settings with which a rank writes its share of a version; `vars` of it is plain JSON."""
+    """The settings with which a rank writes its share of a version; `vars` returns them as plain JSON."""
 
     root: str
     dtype: str | None  # the torch dtype of floating-point weights; None keeps the trainer's
@@ -256,7 +256,7 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each of this rank's buckets to a file. A failure appears in `record`, since the export is collective.
+    """Writes each of this rank's buckets to a file. A failure is put into `record`, as the export is collective.
 
     The constructor removes this rank's files of an earlier version.
     """
@@ -270,6 +270,7 @@ class ShareWriter:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def add(self, bucket: Bucket) -> None:
+        """Checks a bucket, quantizes it if necessary, and writes it; does nothing after a failure."""
         if self.problem is not None or not self._form.layout(bucket):
             return
         path = self._place / f"model-{self._rank:04d}-{len(self.files) + 1:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""ServerLayout: describes how a server stores its parameters; says for which layouts lightrl can compute digests."""
+"""ServerLayout describes how a server stores parameters; `unknown_layout` says why digests cannot be computed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ServerLayout:
     """How a server stores its parameters."""
 
     dtype: torch.dtype = torch.float32
-    num_ranks: int = 1  # tensor-parallel
+    num_ranks: int = 1  # tensor-parallel ranks
     is_cpu: bool = True
-    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and has another hash on a GPU
+    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses a different hash on a GPU
     ep: int = 1  # number of groups that share the experts; the ranks of a group split each of its experts
 
     @property

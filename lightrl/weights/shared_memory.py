@@ -1,6 +1,6 @@
 """SharedBucket: a bucket in shared memory, which servers on the same host read without a copy.
 
-**This is the only place where a pickle leaves the process**: SGLang's `/update_weights_from_tensor` and
+**This is the only place where a pickle leaves the process**, because SGLang's `/update_weights_from_tensor` and
 `/load_lora_adapter_from_tensors` accept nothing else. It is off by default. SGLang's unpickler allows only listed
 classes; lightrl unpickles nothing. A bucket's pickle holds the name of a shared-memory file instead of the tensors.
 """
@@ -28,7 +28,7 @@ LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the format that `fill` wri
 
 
 class SharedBucket:
-    """A block of shared memory that is reused for each bucket; it grows to the size of the largest.
+    """A block of shared memory that is reused for each bucket; it grows to the size of the largest bucket.
 
     Refill it only after all servers have answered that they loaded its content.
 
@@ -115,7 +115,7 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Inside, torch shares memory by file name; its other strategy passes descriptors, which only children receive."""
+    """Context manager: inside it, torch shares memory by file name, as only children could receive descriptors."""
     sharing: Any = torch.multiprocessing  # untyped
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

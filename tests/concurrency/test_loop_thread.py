@@ -70,7 +70,7 @@ def test_waiting_for_a_thread_that_dies_raises_what_ended_it() -> None:
             thread.loop.call_soon_threadsafe(lambda: None)
 
     died: list[bool] = []
-    said = r"The thread of the rollouts died: MemoryError\(\). Resume"
+    said = r"The rollout thread died: MemoryError\(\). Resume"
     with pytest.raises(RolloutError, match=said) as caught:
         thread.wait_for(asyncio.sleep(3600), on_answer=lambda: None, on_wait=die, who="The test")
     assert isinstance(caught.value.__cause__, MemoryError)

@@ -75,7 +75,7 @@ def test_rows_that_are_dropped_are_skipped_and_counted(tmp_path: Path, plain_tok
 def test_a_filter_that_leaves_nothing_ends_the_run(tmp_path: Path, plain_tokenizer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lightrl.rollout.prompts.MAX_SKIPPED", 50)
     data = make_data(plain_tokenizer, write(tmp_path / "train.jsonl", ["a"] * 6), row_filter=lambda row: False)
-    with pytest.raises(RolloutError, match="50 consecutive rows give no prompt"):
+    with pytest.raises(RolloutError, match="50 consecutive rows yielded no prompt"):
         PromptCursor(data.prompt_stream).choose(0)
 
 

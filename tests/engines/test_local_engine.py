@@ -306,7 +306,7 @@ def test_a_model_that_keeps_what_rows_cannot_share_is_refused_at_the_start(confi
 
 
 def test_a_model_that_takes_other_steps_over_one_token_than_over_a_row_is_refused_at_the_start() -> None:
-    with pytest.raises(ValueError, match=r"'falcon_h1' as it is trained.*time steps to \(0.01, 0.1\).*another model"):
+    with pytest.raises(ValueError, match=r"'falcon_h1' as it is trained.*time steps to \(0.01, 0.1\).*different model"):
         LocalEngine().start(hybrid("falcon_h1", time_step_limit=(0.01, 0.1)))
 
 

@@ -113,7 +113,7 @@ def test_a_restart_between_two_syncs_is_noticed_by_the_health_check(model_server
         load(engine, parameters_of(config_of()), 0)
         url = model_servers[0].url
         engine.fleet.servers[url].info = ServerInfo(identity="the one before")
-        assert comes_true(lambda: any("another process answers" in message for message in caplog.messages))
+        assert comes_true(lambda: any("different process answers" in message for message in caplog.messages))
         assert comes_true(lambda: url in engine.fleet.urls("routable"))  # it has the weights again
         assert engine.fleet.servers[url].weight_version == 0
         assert engine.verified_by()[url] == "digests"

@@ -506,9 +506,7 @@ def test_a_state_in_the_form_of_another_build_is_refused_with_advice(make: Make,
     state = first.state_dict()
     change(state)
     second = make(load=False, max_staleness=1)
-    with pytest.raises(
-        RolloutError, match=r"another version of lightrl.*Resume with that version, or run .* a new run"
-    ):
+    with pytest.raises(RolloutError, match=r"different lightrl version.*Resume with that version, or run .* a new run"):
         second.load_state_dict(state)
 
 

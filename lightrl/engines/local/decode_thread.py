@@ -1,11 +1,11 @@
-"""DecodeThread: the only thread that uses the batch of a LocalEngine.
+"""DecodeThread: the only thread that uses a LocalEngine's batch.
 
     submit() ─► waiting rows ─► RunningBatch (slots) ─► completions, handed to the caller's event loop
     any loop    in call order   this thread              in one call per loop and step
 
-Everything else goes through one condition variable: callers add requests, cancellations and holds, and the thread
-handles them between two tokens, at a "token boundary". A hold (a pause, a weight load, a score) keeps the thread from
-starting the next token.
+One condition variable guards the shared state. Callers add requests, cancellations and holds; the thread handles them
+between two tokens, at a "token boundary". A hold (a pause, a weight load, a score) keeps the thread from starting the
+next token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that
 
 
 class DecodeThread(threading.Thread):
-    """Decodes from `start` until `close`, or until decoding fails; then all other methods raise EngineError.
+    """Decodes from `start` until `close`, or until decoding fails. Afterwards, all other methods raise EngineError.
 
     `pause`, `held` and `close` raise EngineTimeout if the token in progress takes longer than `boundary_timeout_s`.
     """
@@ -36,7 +36,7 @@ class DecodeThread(threading.Thread):
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
-        # The short kernels of a token run before the long ones of an update.
+        # High priority: the short kernels of a decoding step run before the long kernels of a trainer update.
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
@@ -108,7 +108,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Context in which decoding is paused. One caller at a time, never the decode thread itself."""
+        """Context manager that stops decoding. One caller holds it at a time, never the decode thread itself."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -118,7 +118,7 @@ class DecodeThread(threading.Thread):
                     if not self._condition.wait_for(lambda: self._is_at_boundary, self._boundary_timeout_s):
                         raise self._overdue(caller)
                     self.check_alive()
-                if self._stream is not None:  # the device also runs the caller's work between two tokens
+                if self._stream is not None:  # the caller's GPU work runs after the last token and before the next
                     torch.cuda.current_stream(self._batch.device).wait_stream(self._stream)
                 yield
             finally:
@@ -129,7 +129,7 @@ class DecodeThread(threading.Thread):
                     self._condition.notify_all()
 
     def unfinished(self) -> dict[int, Completion]:
-        """Returns the completions so far by seed, in slot order; must be called during a pause.
+        """Returns the unfinished completions, keyed by seed, in slot order; must be called during a pause.
 
         Key-values are recomputed before the next token, as in a run that resumes from these completions.
         """
@@ -139,7 +139,7 @@ class DecodeThread(threading.Thread):
             return self._batch.unfinished()
 
     def take_version(self, weight_version: int) -> None:
-        """Called inside `held` when the weights are new: recomputes key-values, and gives later tokens this version."""
+        """Tags later tokens with this version and lets key-values be recomputed; called inside `held` after a load."""
         self.weight_version = weight_version
         self._is_stale = True
 
@@ -173,7 +173,7 @@ class DecodeThread(threading.Thread):
     def _overdue(self, caller: str) -> EngineTimeout:
         return EngineTimeout(
             f"{caller} waited {self._boundary_timeout_s:.0f} s for LocalEngine's token in progress, with "
-            f"{self._num_running} completions running, {len(self._waiting)} waiting, weight version "
+            f"{self._num_running} completions running, {len(self._waiting)} waiting and weight version "
             f"{self.weight_version}. Increase boundary_timeout_s, or lower max_batch or prefill_tokens."
         )
 
@@ -192,7 +192,7 @@ class DecodeThread(threading.Thread):
         self._fail_requests()
 
     def _next_token_is_due(self) -> bool:
-        """The token boundary: waits until there is a token to sample; returns False if the engine is closed."""
+        """Waits at the token boundary until there is a token to sample; returns False once the engine is closed."""
         with self._condition:
             while True:
                 if self._has_cancellations:

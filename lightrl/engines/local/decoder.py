@@ -1,8 +1,8 @@
-"""Decoder: computes the next token's logits for a changing set of rows; the protocol and a generic implementation.
+"""Decoder, the protocol for computing next-token logits of a changing set of rows, and a generic implementation.
 
-A decoder keeps the key-values of its rows. New rows follow the existing ones, `keep_rows` reorders and removes rows,
-`clear` removes all (after the weights have changed). It owns its weights: `write` copies and never aliases. It handles
-no threads, sampling or requests; `fast/` has a faster decoder for Llama-like families.
+A decoder keeps the key-values of its rows. `append` adds rows at the end, `keep_rows` reorders and removes rows, and
+`clear` removes all rows after the weights have changed. `write` copies weights and never aliases them. Other modules
+handle threads, sampling and requests. `fast/` contains a faster decoder for Llama-like families.
 
 Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
 """
@@ -34,12 +34,11 @@ log = logging.getLogger(__name__)
 
 
 class Decoder(Protocol):
-    """The interface of a model in LocalEngine. Called by one thread at a time, in `torch.inference_mode` or not."""
+    """The interface of LocalEngine's model. Called by one thread at a time, with or without `torch.inference_mode`."""
 
-    # The columns (lightrl/columns) that it records, by name: values for the tokens of the latest `append`, [T, w] for
-    # each sequence, or of the latest `step`, [n, w].
+    # Recorded columns (see lightrl/columns) by name: after `append`, [T, w] for each sequence; after `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
-    has_own_threads: bool  # whether its own threads divide the rows of a step; otherwise torch's threads do the work
+    has_own_threads: bool  # whether it divides a step's rows among its own threads, instead of using torch's
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -76,7 +75,7 @@ class Decoder(Protocol):
         ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Reserves memory that `fits`, before rows are added."""
+        """Reserves the key-value memory that `fits` has approved; called before rows are added."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -84,10 +83,10 @@ class Decoder(Protocol):
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Adds each row's last token to its key-values; returns the next logits [n, V] float32, which may be changed.
+        """Adds each row's last token to its key-values; returns the next logits [n, V] float32, which may be modified.
 
         Args:
-            token_ids, positions: [n], those of the last tokens.
+            token_ids, positions: [n], ids and positions of the last tokens.
             longest: the largest position plus 1.
         """
         ...
@@ -95,8 +94,8 @@ class Decoder(Protocol):
     def keep_rows(self, order: Sequence[int], longest: int) -> None:
         """Moves row `order[i]` to row i, and removes rows that are not in `order`.
 
-        If `order[i] != i`, row `order[i]` lies beyond the new end, so that rows can be copied in place. No row has
-        key-values of more than `longest` tokens.
+        A row that moves always comes from beyond the new end, so rows can be copied in place. No row has key-values of
+        more than `longest` tokens.
         """
         ...
 
@@ -110,13 +109,13 @@ class Decoder(Protocol):
 
 
 class HuggingFaceDecoder:
-    """Runs Hugging Face's code for a decoder-only model whose layers keep key-values, states of fixed size, or both.
+    """Runs Hugging Face's code for a decoder-only model whose layers keep key-values, fixed-size states, or both.
 
     All rows share one time axis that ends with the latest token: a row's key-values are right-aligned in the cache,
-    with masked columns before them, like Hugging Face's left padding. Distances between columns are then distances
-    between tokens, so sliding windows work; columns that no row uses are removed. The states of convolutions and
-    recurrences, such as linear attention, have rows but no columns. If padding would change them, all prompts in a
-    forward have the same length.
+    with masked columns before them, as in Hugging Face's left padding. Distances between columns then equal distances
+    between tokens, so sliding windows work. Columns that no row uses are removed. The states of convolutions and
+    recurrences, such as linear attention, have rows but no columns. If padding would change these states, all prompts
+    in a forward have the same length.
 
     Args:
         prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
@@ -124,8 +123,8 @@ class HuggingFaceDecoder:
         image_reader: how the model reads images; None if it accepts none.
 
     Raises:
-        ValueError: if routes must be recorded but cannot be; or if the model keeps anything else, such as the index of
-            sparse attention, has its own cache class, or computes differently in decoding than in training.
+        ValueError: if required routes cannot be recorded; or if the model keeps anything else, such as an index for
+            sparse attention, uses its own cache class, or computes differently when decoding than when training.
     """
 
     has_own_threads = False
@@ -145,21 +144,21 @@ class HuggingFaceDecoder:
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
         self._prefill_tokens, self._image_reader = prefill_tokens, image_reader
-        self._routes: Routes | None = None  # records if set
+        self._routes: Routes | None = None  # if set, routes are recorded
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
         self._cached = cache_argument(self._model)
         self._keeps_states = keeps_states(config)
-        if config.is_encoder_decoder or not self._keeps_what_rows_need():
+        if config.is_encoder_decoder or not self._cache_is_supported():
             raise ValueError(
                 "LocalEngine needs a decoder-only model whose layers keep key-values, or states of convolutions and "
                 f"recurrences in transformers' DynamicCache, but layers of type {config.model_type!r} keep something "
-                "else, like the index of sparse attention, or have their own cache. Use SGLangEngine, or another model."
+                "else, such as a sparse-attention index, or use their own cache. Use SGLangEngine or a different model."
             )
         if (limits := time_step_limits(self._model)) is not None:
             raise ValueError(
                 f"LocalEngine cannot decode this model of type {config.model_type!r} as it is trained: transformers "
-                f"limits its time steps to {limits} for a sequence, but not for a single token. Use another model."
+                f"limits its time steps to {limits} for a sequence, but not for a single token. Use a different model."
             )
         self._may_pad = not self._keeps_states or self._masks_padding()
         self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
@@ -176,11 +175,11 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
-        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], shift of positions after images
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], offset of the positions after images
 
     @torch.no_grad()
-    def _keeps_what_rows_need(self) -> bool:
-        """Whether layers keep only one key per token, or states, in transformers' cache; runs two tokens."""
+    def _cache_is_supported(self) -> bool:
+        """Whether transformers' cache holds only one key per token, or known states, after a run of two tokens."""
         from transformers import DynamicCache
 
         if not self._cached:
@@ -192,7 +191,7 @@ class HuggingFaceDecoder:
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
-            # A layer does not find its kind of state, or the model its cache class.
+            # This cache lacks a kind of state, or the cache class, that the model needs.
             return False
         layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]
@@ -220,13 +219,12 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
-        """Records routes from now on if the model has experts whose routes can be recorded; runs two tokens."""
+        """Records routes from now on if the model has experts and a run of two tokens returns their routes."""
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
-                raise ValueError(
-                    f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
-                )
+                problem = f"record_routes is true, but {type(self._model).__name__} has no experts to record. Omit it."
+                raise ValueError(problem)
             return
         self._routes = routes
         try:
@@ -234,7 +232,7 @@ class HuggingFaceDecoder:
         except ValueError as error:
             if is_required:
                 raise
-            log.warning("The trainer's router chooses the experts of each token: %s", error)
+            log.warning("Routes are not recorded, so the trainer's router chooses each token's experts: %s", error)
             self._routes = None
 
     @torch.no_grad()
@@ -249,6 +247,7 @@ class HuggingFaceDecoder:
     def append(
         self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
+        # First compute each sequence's logits and cache, chunk by chunk; then add its rows to the cache, right-aligned.
         longest = max(len(sequence) for sequence in sequences)
         logits: list[Tensor | None] = [None] * len(sequences)
         prefixes: list[list[Tensor]] = [[] for _ in sequences]
@@ -290,10 +289,10 @@ class HuggingFaceDecoder:
         return torch.stack([last for last in logits if last is not None])
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        return True  # the cache grows with every token, without a limit
+        return True  # the cache grows with every token and has no limit
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Does nothing: memory is allocated for each token."""
+        """No-op: memory is allocated token by token."""
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)
@@ -326,7 +325,7 @@ class HuggingFaceDecoder:
         self._shifts = torch.zeros(0, dtype=torch.int64, device=self._device)
 
     def use_threads(self, num: int) -> None:
-        """Does nothing: torch's threads do the work."""
+        """No-op: torch's threads do the work."""
 
     def _forward(
         self,
@@ -334,13 +333,14 @@ class HuggingFaceDecoder:
         is_token: Tensor,
         positions: Tensor,
         cache: DynamicCache | None,
-        inputs: Mapping[str, Any] | None = None,  # replaces the token ids if there are images
+        inputs: Mapping[str, Any] | None = None,  # used instead of the token ids if there are images
     ) -> tuple[DynamicCache, Tensor]:
+        """Runs the model on these tokens; returns the cache, which is new if `cache` is None, and the logits."""
         from transformers import DynamicCache
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
-            # Without the config all layers keep all tokens: the columns of sliding layers could not be moved.
+            # Without the config, even sliding layers keep all tokens; otherwise their columns could not be moved.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
         arguments[self._cached] = cache
         if "position_ids" in self._accepted:
@@ -358,7 +358,7 @@ class HuggingFaceDecoder:
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
-    """Pads `tensor` with zeros at the start of `dim` to `width`."""
+    """Pads `tensor` to `width` along `dim`, with zeros at the start."""
     missing = width - tensor.shape[dim]
     if missing == 0:
         return tensor

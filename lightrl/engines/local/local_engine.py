@@ -28,7 +28,7 @@ from lightrl.weights import Bucket, block_fp8
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:
-    """Copies every parameter into the decoder; if any of this fails, restores the old values.
+    """Copies every parameter into the decoder; on failure, restores the old values.
 
     Args:
         can_undo: False if the decoder has no weights yet.
@@ -87,8 +87,8 @@ def _check_values(tensors: Mapping[str, Tensor]) -> None:
 
 log = logging.getLogger(__name__)
 
-# Measured on 2 cores with batch 64: a second thread slows a model with 1 M parameters from 6,789 to 3,610 tokens/s, and
-# speeds one with 27 M up from 415 to 508.
+# Measured on 2 cores with batch 64: a second thread slows a model of 1 M parameters from 6,789 to 3,610 tokens/s, but
+# speeds up a model of 27 M parameters from 415 to 508 tokens/s.
 SMALL_MODEL_PARAMETERS = 10_000_000
 
 
@@ -97,37 +97,37 @@ class LocalEngine(RolloutEngine):
 
     Llama, Mistral, Qwen2 and Qwen3 models are decoded on a fast path. Other decoder-only models whose layers keep
     key-values, or the states of convolutions and recurrences, run Hugging Face's code, which also reads images. All
-    other models are refused. Both paths share the scheduler: rows wait in the order of the calls, enter free slots, and
-    leave with their last token; equal prompts that are admitted together are computed once. Tokens depend on (seed,
-    position) and the logits, not on the batch, up to float rounding of the logits.
+    other models are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after
+    their last token; equal prompts that are admitted together are computed once. A token depends on the seed, its
+    position and the logits; the batch can change it only through float rounding of the logits.
 
-    `pause` and `resume` set and clear one flag: one resume ends any number of pauses. A paused engine queues requests,
-    so `pause`, many `generate` calls and `resume` admit them together in the order of the calls. `pause` returns
-    immediately on an idle engine. A weight load stops decoding without changing the flag.
+    `pause` sets a flag and `resume` clears it, so one resume ends any number of pauses. A paused engine queues
+    requests, and `resume` admits them together, in call order. `pause` returns immediately on an idle engine. A weight
+    load stops decoding without changing the flag.
 
-    Memory: the weights once; during a load also the old ones, to undo a bad bucket; key-values for the largest number
-    of rows and tokens so far. On a GPU the fast path uses at most `key_value_bytes` for these; other rows wait.
+    Memory: the weights; during a load also the old weights, to undo a bad bucket; and key-values for the largest number
+    of rows and tokens so far. On a GPU the fast path uses at most `key_value_bytes` for key-values; other rows wait.
 
     Args:
-        max_batch: slots, the maximum number of completions that are decoded together; None means 512 for a model below
-            10 M parameters, whose steps cost more per operation than per row, and 256 for others.
-        threads: cores used for decoding; None means the number that torch uses in the thread that calls `start`. With
-            the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share an operation,
-            which is slower than one thread below 10 M parameters: there None means 1.
+        max_batch: maximum number of completions decoded together (slots). None means 512 for models below 10 M
+            parameters, whose steps cost more per operation than per row, and 256 for others.
+        threads: number of decoding threads; None means the number that torch uses in the thread that calls `start`.
+            With the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share each
+            operation, which is slower than one thread for models below 10 M parameters; for these, None means 1.
         max_context: maximum number of tokens in prompt and completion together; None means the model's context.
-        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is float32 on the CPU, bfloat16 on a GPU.
-        device: where to decode; None means the trainer's CUDA device, or the CPU.
-        quantization: `fp8` rounds linear weights as SGLang does with that argument, to show the difference from the
-            trainer, and its correction, without a GPU; saves no memory. See weights/block_fp8.py.
+        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is float32 on a CPU and bfloat16 on a GPU.
+        device: where to decode; None means the trainer's CUDA device if it has one, and otherwise the CPU.
+        quantization: `fp8` rounds linear weights as SGLang does with this setting. It saves no memory; it shows the
+            mismatch with the trainer, and its correction, without a GPU. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
-        prefill_tokens: maximum number of prompt tokens, with padding, in one forward; bounds the prefill's memory.
-        record_routes: return each token's experts, so that the trainer uses the same (models/routes.py); None does this
-            for models with experts, except for families whose routes cannot be recorded.
-        boundary_timeout_s: how long `pause`, `load_weights` and `close` wait for the token in progress.
+        prefill_tokens: maximum number of prompt tokens, with padding, in one forward; limits the prefill's memory.
+        record_routes: whether to return each token's experts, so that the trainer uses the same (models/routes.py).
+            None does so for models with experts, except for families whose routes cannot be recorded.
+        boundary_timeout_s: maximum time that `pause`, `load_weights` and `close` wait for the token in progress.
     """
 
     continues_completions = True
-    probe_every_n_loads = 10  # with 0.8 M parameters a probe takes 9 ms, 3 % of an iteration of the quickstart
+    probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of a quickstart iteration
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class LocalEngine(RolloutEngine):
         self._given_max_context = max_context
         self.dtype = dtype
         self._given_device = device
-        self.device = torch.device(device or "cpu")  # the chosen one, after `start`
+        self.device = torch.device(device or "cpu")  # after `start`, the chosen device
         self.trainer_devices: Sequence[torch.device] = ()  # set before `start`
         self.quantization = quantization
         self.fast_path = fast_path
@@ -167,7 +167,7 @@ class LocalEngine(RolloutEngine):
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # after `start`: the dtype that results from `dtype` and the device
+        self._dtype = torch.float32  # set by `start` from `dtype` and the device
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
         self._image_reader: ImageReader | None = None  # how the model reads images; None if it accepts none
@@ -248,7 +248,7 @@ class LocalEngine(RolloutEngine):
         images: tuple[str, ...] = (),
         started: Completion | None = None,
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt, without a deadline: the controller sets one."""
+        """Generates `n` completions of one prompt; has no timeout, because the controller sets one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, samplings, images, [started] * n)))
@@ -271,7 +271,7 @@ class LocalEngine(RolloutEngine):
         return self._started().unfinished()
 
     async def pause(self) -> None:
-        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`; the pause remains."""
+        """Pauses; raises EngineTimeout, but stays paused, if the token in progress exceeds `boundary_timeout_s`."""
         await self._started().pause()
 
     async def resume(self) -> None:
@@ -280,7 +280,7 @@ class LocalEngine(RolloutEngine):
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Stops decoding between two tokens, copies the buckets in the calling thread, and continues decoding.
 
-        If `buckets` itself raises, the old weights are restored and the exception passes through.
+        If `buckets` itself raises, the old weights are restored and the exception propagates.
 
         Raises:
             WeightSyncError: if a name is unknown, missing or repeated, a shape differs, or a value is not finite.
@@ -297,20 +297,20 @@ class LocalEngine(RolloutEngine):
             self.weight_version = weight_version
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Waits for the token in progress, up to `boundary_timeout_s`. The only replica is named `engine`."""
+        """Scores between two tokens, for which it waits up to `boundary_timeout_s`. The only replica is `engine`."""
         return {"engine": [self._scores(token_ids) for token_ids in sequences]}
 
     def dtypes(self) -> set[str]:
         return {str(self._dtype).removeprefix("torch."), *(["float8_e4m3fn"] if self.quantization else [])}
 
     def read_weights(self) -> dict[str, Tensor]:
-        """Copies every parameter between two tokens, by its Hugging Face name, to compare with the trainer's."""
+        """Returns copies of all parameters, keyed by Hugging Face name, to compare with the trainer's."""
         with self._started().held("read_weights"):
             assert self._decoder is not None
             return {name: self._decoder.read(name) for name in self._decoder.shapes}
 
     def close(self) -> None:
-        """Raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`."""
+        """Stops decoding; raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`."""
         if self._thread is not None:
             self._thread.close()
             self._decoder = None

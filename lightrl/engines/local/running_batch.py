@@ -1,9 +1,9 @@
 """RunningBatch: the rows being decoded; they enter and step together, and leave one by one.
 
-Slots 0 to `size - 1` are in use, so that each tensor in a step is a plain slice; when a row leaves, the last one moves
-into its slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and asyncio.
-A token is sampled by one uniform number per (seed, position), and the inverse of the cumulative distribution: without
-the global random state, a completion depends only on its seed and logits, not on the rest of the batch.
+Slots 0 to `size - 1` are in use, so that each tensor in a step is a plain slice; when a row leaves, the last row
+moves into its slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and
+asyncio. A token is sampled by inverting the cumulative distribution at a uniform number that depends only on seed and
+position. So a completion depends only on its seed and logits, not on the batch or on global random state.
 
 Shapes: S slots, n = `size` rows in use, W tokens that fit in a row, V vocabulary.
 """
@@ -33,7 +33,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def completion_seed(seed: int, sample: int) -> int:
-    """Returns the int64 seed of completion `sample` of a request; completion 0 has the request's seed."""
+    """Returns the int64 seed of completion `sample` of a request; completion 0 uses the request's seed."""
     if sample == 0:
         return seed
     mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
@@ -41,9 +41,9 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Returns uniform numbers for `count` positions from `first` on, for completions with these seeds [n], int64.
+    """Returns uniform numbers for `count` positions, starting at `first`, of completions with these int64 seeds [n].
 
-    Source: splitmix64, https://doi.org/10.1145/2660193.2660195, with its state hashed from the seed.
+    The generator is splitmix64 (https://doi.org/10.1145/2660193.2660195), with its state hashed from the seed.
 
     Returns:
         [n, count] float64 in [0, 1), with 53 random bits.
@@ -54,7 +54,7 @@ def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
 
 
 def ban_stop_tokens(logits: Tensor, is_banned: Tensor, stop_token_ids: Tensor) -> None:
-    """Sets the logits [n, V] of stop tokens to -inf, in place, in rows where `is_banned` [n].
+    """Sets the logits [n, V] of stop tokens to -inf, in place, in the rows where `is_banned` [n] is true.
 
     `stop_token_ids` [n, K] is padded with -1.
     """
@@ -74,18 +74,18 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Samples one token per row; returns it, its logprob over its support, and the support.
 
-    The support consists of the tokens that top-k and top-p leave. A setting is None if no row uses it, to save work.
+    The support is the set of tokens that top-k and top-p keep. A setting is None if no row uses it, to save work.
 
     Args:
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        top_k, top_p: [n]; both or neither; V and 1 keep every token, as in greedy rows.
+        top_k, top_p: [n], given together or not at all; V and 1 keep every token, and are used in greedy rows.
         is_greedy: [n] bool, rows that get the most likely token.
 
     Returns:
-        Token ids [n] int64, logprobs [n] float32, and bool [n, V]: the tokens that truncated rows could sample (all
-        False in other rows); None without `top_k`.
+        Token ids [n] int64, logprobs [n] float32, and supports [n, V] bool. Supports are all False in rows that are
+        not truncated, and None without `top_k`.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
@@ -109,9 +109,9 @@ def sample_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets the probabilities outside top-k to 0, then those of the rest that are outside top-p.
+    """Sets the probabilities of tokens outside top-k to 0, then of the remaining tokens outside top-p.
 
-    Top-p keeps the most likely tokens until their sum reaches `top_p`, including the one that reaches it. Ties go to
+    Top-p keeps the most likely tokens until their sum reaches `top_p`, including the token that reaches it. Ties go to
     the lower token id. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
@@ -134,9 +134,9 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
     return (bits >> count) & ((1 << (64 - count)) - 1)
 
 
-# The settings of a Sampling that hundreds of rows share: not the seed, nor the limits, which each turn lowers.
-_kind = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
-_FIRST_WIDTH = 64  # tokens; W doubles from here
+# The sampling settings that hundreds of rows may share; seeds and limits differ.
+_shared_settings = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
+_FIRST_WIDTH = 64  # tokens; the first W, which doubles as needed
 _MAX_SAMPLED = 32  # steps whose supports are encoded together
 
 
@@ -146,12 +146,12 @@ class Row:
 
     prompt: tuple[int, ...]
     sampling: Sampling  # with this completion's seed
-    attachments: tuple[str, ...] = ()  # those of the prompt, in the form that the decoder reads
+    attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
     started: Completion | None = None  # the tokens that this or another engine generated earlier
     owner: Any = None  # the caller's object for this completion, such as a future; the batch does not use it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
     codes: list[bytes] = field(default_factory=list)  # encoded supports of the tokens, if sampling is truncated
-    recorded: dict[str, list[bytes]] = field(default_factory=dict)  # the decoder's columns, one part per forward
+    recorded: dict[str, list[bytes]] = field(default_factory=dict)  # columns from the decoder, one part per forward
 
     @property
     def columns(self) -> dict[str, TokenArray[Any]]:
@@ -179,8 +179,8 @@ class RunningBatch:
         self._vocab_size = vocab_size
         self.device = device
         self._rows: list[Row] = []
-        self._sampled: list[tuple[list[Row], Any, Any]] = []  # rows, supports [M, 2], tokens [n]: not yet encoded
-        # Host state: to find finished rows, only the sampled tokens are read from the device.
+        self._sampled: list[tuple[list[Row], Any, Any]] = []  # to be encoded: rows, supports [M, 2], tokens [n]
+        # State on the host. To find finished rows, only sampled tokens are read from the device.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -189,7 +189,7 @@ class RunningBatch:
         self._token_ids = np.zeros((max_rows, 0), np.int32)  # [S, W]
         self._logprobs = np.zeros((max_rows, 0), np.float32)  # [S, W]
         self._unread: list[tuple[Any, Any, Tensor]] = []  # slots [n], their lengths [n], tokens and logprobs [2, n]
-        # Device state.
+        # State on the device.
         self._counters = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._positions, self._generated = self._counters  # [S], position of the last token; [S], tokens so far
         self._current = torch.zeros(max_rows, dtype=torch.int64, device=device)  # [S] the last token
@@ -207,7 +207,7 @@ class RunningBatch:
         return len(self._rows)
 
     def capacity(self, waiting: Iterable[Row]) -> int:
-        """Returns how many rows fit with all tokens that they may get, if the first waiting ones enter; at least 1."""
+        """Returns how many rows, at full length, fit into memory if waiting rows enter in order; at least 1."""
         size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
             longest = max(longest, _longest_end([row]))
@@ -255,7 +255,7 @@ class RunningBatch:
             return []
         self._encode_supports()
         completions = []
-        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows that were admitted together share theirs
+        versions_of: dict[tuple[Any, ...], TokenArray[int]] = {}  # rows that were admitted together share versions
         for slot in finished:
             row, length = self._rows[slot], int(lengths[slot])
             logprobs = self._logprobs[slot, :length]
@@ -271,7 +271,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies the sampled tokens to the host; only this, supports and recorded columns make the host wait."""
+        """Copies sampled tokens to the host, which waits for the device only here, for supports and for columns."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -288,7 +288,7 @@ class RunningBatch:
             self._drop(slots)
 
     def unfinished(self) -> dict[int, Completion]:
-        """Maps each row's seed to its completion so far, in slot order."""
+        """Returns each row's completion so far, keyed by seed, in slot order."""
         self.read()
         self._encode_supports()
         return {
@@ -341,7 +341,7 @@ class RunningBatch:
         return int((self._prompt_lengths + self._lengths)[: self.size].max())
 
     def _sample(self, first: int, end: int, logits: Tensor) -> None:
-        """Samples one token for each slot from `first` up to `end`, exclusive; changes the logits."""
+        """Samples one token for each slot from `first` up to `end`, exclusive; modifies the logits."""
         rows, generated = self._slots[first:end], self._generated[first:end]
         lengths = self._lengths[first:end]
         is_banned = (lengths < self._minimums[first:end]) & (self._stop_ids[first:end, 0] >= 0)
@@ -374,7 +374,7 @@ class RunningBatch:
                 row.recorded.setdefault(name, []).append(stored[index])
 
     def _encode_supports(self) -> None:
-        """Adds to each row the codes of its latest supports; several steps at a time, because numpy calls cost most."""
+        """Encodes the supports of several steps at once, because each numpy call is costly; adds them to their rows."""
         sampled, self._sampled = self._sampled, []
         if sampled:
             rows, parts, token_ids = zip(*sampled, strict=True)
@@ -385,7 +385,7 @@ class RunningBatch:
                 row.codes.append(code)
 
     def _drop(self, leaving: set[int]) -> None:
-        """Removes the rows in these slots; the last rows move into their places."""
+        """Removes the rows in these slots; the last rows move into the free slots."""
         self.read()
         old_size, new_size = self.size, self.size - len(leaving)
         holes = [slot for slot in sorted(leaving) if slot < new_size]
@@ -410,7 +410,7 @@ class RunningBatch:
                 array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
-        """Adds rows with the state that a step needs; `generated` has the number of tokens of each."""
+        """Adds rows and their state for the next step; `generated` is the number of tokens that each row has."""
         first = self.size
         self._rows.extend(rows)
         new = slice(first, self.size)
@@ -423,11 +423,11 @@ class RunningBatch:
         self._fill(self._seeds, first, [row.sampling.seed for row in rows])
         self._widen(max(generated) + 1)
         self._uniforms[new] = uniforms(self._seeds[new], 0, self._uniforms.shape[1])
-        slots_by_kind: dict[object, list[int]] = {}  # few kinds, even with hundreds of rows
+        slots_by_settings: dict[object, list[int]] = {}  # few different settings, even with hundreds of rows
         for slot, row in enumerate(self._rows):
-            slots_by_kind.setdefault(_kind(row.sampling), []).append(slot)
+            slots_by_settings.setdefault(_shared_settings(row.sampling), []).append(slot)
         self._has_temperature = self._has_truncation = self._has_greedy = False
-        for slots in slots_by_kind.values():
+        for slots in slots_by_settings.values():
             sampling = self._rows[slots[0]].sampling
             stops = sampling.stop_token_ids
             if (missing := len(stops) - self._stop_ids.shape[1]) > 0:
@@ -460,14 +460,14 @@ class RunningBatch:
 
 
 def _longest_end(rows: Sequence[Row]) -> int:
-    """Returns the most tokens, including the prompt, that one of these rows may get."""
+    """Returns the maximum length, including the prompt, that any of these rows may reach."""
     return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
 
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[Sequence[tuple[int, ...]], list[int], Sequence[tuple[str, ...]]]:
-    """Returns the distinct (tokens, attachments): the sequences, each row's index in them, and their attachments."""
+    """Removes duplicates: returns the distinct sequences, each row's index among them, and each one's attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     sequence_indices = [
         index_of.setdefault((sequence, row.attachments), len(index_of))
@@ -478,7 +478,7 @@ def _distinct(
 
 
 def _changes(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """The inverse of `_versions`."""
+    """Returns the positions where the weight version changes; the inverse of `_versions`."""
     return [(index, version) for index, version in enumerate(versions) if not index or version != versions[index - 1]]
 
 

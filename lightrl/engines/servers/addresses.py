@@ -34,9 +34,8 @@ def addresses_from_environment() -> list[str]:
     for name in ADDRESS_VARIABLES:
         if addresses := read_addresses(name):
             return addresses
-    raise ValueError(
-        "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
-    )
+    problem = "The engine needs urls, servers or LIGHTRL_SERVER_ADDRS. Set servers: 1 to start one on this machine."
+    raise ValueError(problem)
 
 
 def read_addresses(name: str) -> list[str]:
@@ -51,10 +50,10 @@ def remote_servers(urls: Iterable[str]) -> list[str]:
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """Returns the address at which these servers reach this machine: `trainer_host`, or the one on the route to them.
+    """Returns the address at which these servers reach this machine, by default the local end of the route to them.
 
     Raises:
-        ValueError: if it is not an address of this machine, remote servers cannot reach it, or their routes differ.
+        ValueError: if `trainer_host` is not an address of this machine, or no single address serves all servers.
         EngineUnreachable: if a server's host is unknown or has no route.
     """
     remote = remote_servers(urls)
@@ -73,7 +72,7 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     if remote and ip_address(address).is_loopback:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} is {address}, where {remote[0]} would only reach itself. Set it to "
-            "an address of this machine that the servers can reach, or omit it to use the one on the route to them."
+            "an address of this machine that the servers can reach, or omit it to use the local end of the route."
         )
     try:
         with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET):
@@ -81,13 +80,13 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     except OSError as error:
         raise ValueError(
             f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
-            "one, or omit it to use the one on the route to the servers."
+            "such an address, or omit it to use the local end of the route to the servers."
         ) from error
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the network interface with this IPv4 address; None if no interface has it, or not on Linux."""
+    """Returns the name of the network interface with this IPv4 address; None if there is none, or not on Linux."""
     try:
         import fcntl
 
@@ -106,7 +105,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _route_to(url: str) -> tuple[str, str]:
-    """Returns the server's IP address, and this machine's address on the route to it; sends nothing."""
+    """Returns the server's IP address, and this machine's address on the route to it, without sending anything."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]

@@ -36,11 +36,11 @@ class ServerInfo:
     Args:
         identity: changes with a restart; None if the server does not report when it started.
         num_ranks: number of tensor-parallel ranks.
-        dtype: of the weights; None if the server reports only `auto`.
+        dtype: dtype of the weights; None if the server reports only `auto`.
         is_cpu: whether the weights are on a CPU.
         layout_problem: why its digests cannot be compared with the trainer's; None if they can.
         model_path: the model that the server was started with.
-        overrides: overrides of that model's config, in JSON.
+        overrides: JSON with values that replace those in that model's config.
         page_tokens: number of tokens per page of the key-value cache.
         is_auto: whether the dtype comes from the config that the server was started with.
         computes_in: torch's name of the coarsest dtype used in computation, or `auto`.
@@ -66,7 +66,7 @@ class ServerInfo:
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Returns the layouts that its weights may have; `dtype` is their dtype if an earlier load found it."""
+        """Returns the possible layouts of the server's weights; `dtype` is their dtype if an earlier load found it."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
         return [ServerLayout(item, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for item in dtypes if item]
 
@@ -76,12 +76,12 @@ def other_model(
 ) -> str | None:
     """Describes how a server's model differs from the trainer's; None if they seem to be the same.
 
-    A running server does not report the sizes of its model. They are compared only if this machine can read the config
+    A running server does not report its model's dimensions. They are compared only if this machine can read the config
     that the server was started with.
 
     Args:
-        model_info: its `model_type` and `architectures`, if it reports them.
-        names: the server's parameters.
+        model_info: the server's `model_type` and `architectures`, if it reports them.
+        names: names of the server's parameters.
     """
     model_type = model_info.get("model_type")
     if model_type is not None and model_type != config.model_type:
@@ -148,8 +148,8 @@ class GroupPlace:
 class ServerClient(Connection, ABC):
     """A client of one server; see `Connection` for the arguments.
 
-    A subclass implements the abstract methods. It overrides a method that raises NotImplementedError if its kind of
-    server supports the transport or placement that needs it.
+    A subclass implements the abstract methods. It also overrides the methods that raise NotImplementedError, if its
+    kind of server supports the transport or placement that needs them.
     """
 
     version: str  # the program and version that the class is written for, for messages
@@ -158,7 +158,7 @@ class ServerClient(Connection, ABC):
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-        """Returns the body of the request for the missing tokens; requests with one `cache_key` share key-values."""
+        """Returns the request body for the missing tokens; requests with the same `cache_key` share key-values."""
 
     @staticmethod
     @abstractmethod
@@ -177,16 +177,15 @@ class ServerClient(Connection, ABC):
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Context that raises EngineError if the code inside fails because `path` answered in an unexpected format."""
+        """Context manager for reading an answer of `path`; raises EngineError if its format is unexpected."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise EngineError(
-                f"{self.name} answered {path} in an unknown format ({error!r}). Use {self.version}."
-            ) from error
+            problem = f"{self.name} answered {path} in an unknown format ({error!r}). Use {self.version}."
+            raise EngineError(problem) from error
 
     async def has_path(self, path: str, timeout_s: float) -> bool:
-        """Whether the server answers a GET of this path; shows what kind of server it is."""
+        """Whether the server answers a GET of this path, which shows what kind of server it is."""
         try:
             await self.request("GET", path, timeout_s=timeout_s, num_retries=0, read=None)
         except EngineError:
@@ -203,7 +202,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one token after these; returns how many of these were in the prefix cache under this key."""
+        """Generates one more token; returns how many of these tokens were in the prefix cache under this key."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -211,7 +210,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> Mapping[str, Any]:
-        """Returns `weight_version` and the fields that `other_model` reads; also the cheapest health check."""
+        """Returns `weight_version` and the fields that `other_model` reads; also used as the cheapest health check."""
 
     @abstractmethod
     async def server_info(self, *, timeout_s: float = 0.0) -> ServerInfo: ...
@@ -230,7 +229,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Announces updates from tensors or a group, until `end_weight_update`; returns False if none is needed."""
+        """Announces updates from tensors or a process group, until `end_weight_update`; False if that is not needed."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...
@@ -241,14 +240,14 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def set_weight_version(self, weight_version: str) -> None:
-        """Sets the version of the current weights; aborts no request."""
+        """Sets the version of the current weights without aborting requests."""
 
     @abstractmethod
     async def digests(self, *, timeout_s: float = 0.0) -> RankDigests | None:
         """Returns digests of the server's weights; None if it cannot compute them."""
 
     async def release_memory(self, tags: Sequence[MemoryPart]) -> None:
-        """Releases these parts of the server's memory. A server that is not idle crashes."""
+        """Releases these parts of the server's memory. The server must be idle, or it crashes."""
         raise NotImplementedError
 
     async def resume_memory(self, tags: Sequence[MemoryPart]) -> None:

@@ -1,9 +1,9 @@
 """Connection: HTTP to one server, with deadlines and retries; every failure names the server.
 
-Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles each time, unless a
-repeated request would do harm. A request to a busy server or balancer is repeated until the deadline, after the time in
-`Retry-After` if there is one; other 4xx answers are final. Generation and control have separate connections, so that a
-pause never queues behind 4,096 generations.
+Failed connections, 5xx answers and answers that are not JSON are retried after a wait that doubles each time, unless
+repeating the request could do harm. A request to a busy server or load balancer is repeated until the deadline, after
+the `Retry-After` time if there is one. Other 4xx answers are final. Generation and control use separate connections, so
+that a pause never queues behind 4,096 generations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUSY_S = 30.0  # warn if a request has been refused as busy for this long
 _NOT_TAKEN = (408, 425, 429, 503)  # the request was refused before it was read, so repeating it does no harm
 _SLICE_BYTES = 2**18  # a large body is sent in slices of this size
 _MAX_ANSWER_BYTES = 2**30
-MAX_CONNECTIONS = 4096  # concurrent generations per server; others queue here
+MAX_CONNECTIONS = 4096  # concurrent generations per server; others wait in this process
 _KEPT_FILES = 128  # open files reserved for other uses, such as pipes and sockets of rewards and agents
 CONTROL_CONNECTIONS = 16  # per server
 
@@ -63,7 +63,7 @@ def connections_to_each(num_servers: int) -> int:
     if num < MAX_CONNECTIONS:
         log.warning(
             "This process may open only %d files (ulimit -n, LimitNOFILE), so it sends each server at most %d requests "
-            "at a time instead of %d; others queue here.",
+            "at a time instead of %d; other requests wait.",
             limit,
             num,
             MAX_CONNECTIONS,
@@ -72,7 +72,7 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether the cause is this process's or machine's limit on open files, not the server."""
+    """Whether the error comes from this process's or machine's limit on open files, not from the server."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -105,13 +105,13 @@ NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a l
 class Connection:
     """HTTP to one server, from one event loop at a time; after `close`, the next request opens new connections.
 
-    A subclass sets the program's name for messages, and the path of generations.
+    A subclass sets the program's name for messages, and the path for generation requests.
 
     Args:
         token: the server's API key; None if it has none.
-        num_retries: of requests that may be repeated.
+        num_retries: maximum number of retries of a request that may be repeated.
         backoff_s: wait before the first retry; doubles each time up to 5 s, with jitter.
-        max_connections: concurrent generations; others queue here.
+        max_connections: maximum number of concurrent generations; others wait in this process.
     """
 
     generate_path = "/generate"
@@ -156,7 +156,7 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        A retry of a generation or batch gets a new random `rid` in `body`: the server may still be running the old one.
+        A retry of a generation or batch gets a new random `rid` in `body`: the server may still run the old request.
 
         Args:
             headers: a dict that receives the answer's headers, with lower-case names.
@@ -233,11 +233,12 @@ class Connection:
         read: Callable[[bytes], Any] | None,
         answer_headers: dict[str, str] | None,
     ) -> Any:
+        """Sends the request once; turns every failure into an EngineError that names the server."""
         name = path.partition("?")[0]
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # large, so sent in slices, so that other requests continue in between
+        if isinstance(body, bytes):  # large, so it is sent in slices, between which other requests continue
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:

@@ -1,6 +1,6 @@
 """ServerEngine: rollouts on servers, given by address or started here; each kind of server has a subclass.
 
-Two objects hold its settings. Each start makes the other parts, each of which uses those above it:
+Two objects hold its settings. `start` makes the other parts; each part uses those above it:
 
     ServerSource, WeightDelivery   the servers; how weights reach them
     ServerFleet, HomeLoop          the servers' states, and the event loop of everything below
@@ -9,8 +9,8 @@ Two objects hold its settings. Each start makes the other parts, each of which u
     WeightLoader                   load_weights ─► all servers, verified
     Watch                          servers that are lost, return, join or leave
 
-The loop is the controller's (`attach`, `detach`); without a controller, the engine starts one. `start`, `load_weights`,
-`score`, `release_memory` and `close` are called from other threads.
+The event loop belongs to the controller (`attach`, `detach`); without a controller, the engine starts a loop. `start`,
+`load_weights`, `score`, `release_memory` and `close` are called from other threads.
 """
 
 from __future__ import annotations
@@ -75,45 +75,45 @@ class ServerSettings(TypedDict, total=False):
 class ServerEngine(RolloutEngine):
     """A rollout engine on one or more servers of one kind.
 
-    The servers are those at `urls`; or a number of `servers` that are started on this machine and restarted when they
-    die; or, with neither, those in LIGHTRL_SERVER_ADDRS (or AREAL_LLM_SERVER_ADDRS): host:port, separated by commas. An
-    address such as `file:///shared/servers` is a registry: servers announce themselves there, and join and leave during
-    the run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
+    With `urls`, the engine uses running servers. With `servers`, it starts servers on this machine, and restarts them
+    when they die. With neither, it reads addresses (host:port, separated by commas) from LIGHTRL_SERVER_ADDRS or
+    AREAL_LLM_SERVER_ADDRS. An address such as `file:///shared/servers` is a registry, which servers join and leave
+    during the run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
-    A request goes to the server with the fewest outstanding tokens, a session's turns to the one that has its prefix.
-    If a server is lost, hangs or fails (5xx), its requests continue on other servers with their tokens so far; no token
-    is counted twice. An error in the request (4xx) is raised. If no server is left, the EngineError says what happened
-    to each.
+    A request goes to the server with the fewest outstanding tokens; later turns of a session go to the server that
+    holds its prefix. If a server is lost, hangs or fails (5xx), its requests continue on other servers with their
+    tokens so far; no token is counted twice. An error in the request (4xx) is raised. If no server is left, an
+    EngineError says what happened to each server.
 
     Args:
         urls: addresses of running servers, such as `http://host:30000`, or the address of a registry.
-        servers: how many to start on this machine.
+        servers: number of servers to start on this machine.
         tp: number of GPUs per started server.
-        server_args: arguments for started servers, by the server's argument names.
+        server_args: arguments for started servers, keyed by the server's argument names.
         transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
             pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or `cuda_ipc`
-            (same GPUs; also a pickle; not tested yet). Weights have the servers' dtype if all report the same.
+            (same GPUs; also a pickle; not tested yet). If all servers report the same dtype, weights are sent in it.
         router: what chooses a request's server: `smg` starts SGLang's gateway on this machine (pip install smg); an
             address names a running gateway that no other run uses; None lets the engine choose. Only generations go
             through a gateway.
-        weight_folder: folder of the disk transport, visible to trainer and servers under this path; None uses a
+        weight_folder: folder for the disk transport, which trainer and servers see under the same path; None uses a
             temporary folder on this machine.
-        trainer_host: address of this machine that remote servers connect to for `distributed`; None uses the one on the
-            route to them.
+        trainer_host: address of this machine that remote servers connect to for `distributed`; None uses the local end
+            of the route to them.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `StalenessControl(0)`.
         adapters: with LoRA, `merged` sends whole weights with the adapters merged in; `served` sends the base once and
-            then only adapters, one per version; a request keeps its version until it ends (sync/served_adapters.py).
-        record_routes: records the experts of each token, so that the trainer uses the same (models/routes.py). None
-            records them for models with experts if every server can: those started here, and others with SGLang's
-            `enable_return_routed_experts`.
-        timeouts: deadlines.
+            then only adapters. Then a request keeps its weight version until it ends (sync/served_adapters.py).
+        record_routes: whether to record each token's experts, so that the trainer uses the same (models/routes.py).
+            None does so for models with experts if every server supports it; a server that was not started here needs
+            SGLang's `enable_return_routed_experts`.
+        timeouts: deadlines of starts, requests and weight syncs.
     """
 
     continues_completions = can_drop_replicas = True
     probe_every_n_loads = 1
     parameter_names = "checkpoint"
-    is_quantized: bool = False  # whether the servers get linear weights in block FP8
+    is_quantized: bool = False  # whether the servers' linear weights are in block FP8
     client_type: type[ServerClient]  # set by each subclass
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
@@ -177,7 +177,7 @@ class ServerEngine(RolloutEngine):
 
     @property
     def loader(self) -> WeightLoader:
-        """The weight loader, which also has the request loop; raises EngineError if the engine is not running."""
+        """The weight loader, which also holds the request loop; raises EngineError if the engine is not running."""
         if not self._is_open or self._loader is None:
             raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
         return self._loader
@@ -212,7 +212,7 @@ class ServerEngine(RolloutEngine):
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        """Returns the arguments that these settings and the columns to return require of servers started here."""
+        """Returns the arguments that servers started here need for these settings, and to return these columns."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
@@ -357,7 +357,7 @@ class ServerEngine(RolloutEngine):
         return self.loader.verified_by()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Raises WeightSyncError only if no server has the new weights; `last_sync` says what happened to each."""
+        """Raises WeightSyncError only if no server loaded the weights; `last_sync` has the outcome for each server."""
         loader = self.loader
         try:
             loader.load(buckets, weight_version)

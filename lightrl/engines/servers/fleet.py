@@ -1,4 +1,4 @@
-"""ServerFleet: decides which servers may get requests, and which server each request goes to. No HTTP, no event loop.
+"""ServerFleet: decides which servers may get requests, and which server gets each one. Uses no HTTP or event loop.
 
 join ─► starting ──(has the weights)──► routable ──► draining ──► forgotten
             ▲                              │
@@ -17,23 +17,23 @@ from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 MAX_SESSIONS = 65536  # when this many sessions are remembered, all are forgotten
 # A server that is lost this often within this many weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
-SLOW_FACTOR = 3.0  # warn of a server that takes this many times as long per token as the others
+SLOW_FACTOR = 3.0  # warn about a server that takes this many times as long per token as the others
 
 
 @dataclass(eq=False, kw_only=True)
 class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
-    A server is routable only after it has acknowledged the current weights. A session stays on its server while that
-    server is routable and at most `max_lead_tokens` busier than the least busy one: about what a cached prefix saves.
+    A server is routable only after it has acknowledged the current weights. A session stays on a routable server until
+    it is `max_lead_tokens` busier than the least busy server; moving then costs less than the cached prefix saves.
     """
 
     may_grow: bool = False  # whether new servers may join
     max_lead_tokens: int = 65536
     salt: str = field(default_factory=lambda: secrets.token_hex(8))  # in cache keys, so that runs share no key-values
     servers: dict[str, Server] = field(default_factory=dict)  # address → server
-    weight_version: int = -1  # of all routable servers
-    newest_version: int = -1  # the newest version that a server may have: that of the current or last load
+    weight_version: int = -1  # the version on all routable servers
+    newest_version: int = -1  # the newest version that a server may have, from the current or last load
     is_loading: bool = False  # during a load, servers may report either version
     sessions: dict[str, str] = field(default_factory=dict)  # session → server with its prefix; cleared by a load
 
@@ -54,10 +54,10 @@ class ServerFleet:
         return server.state == "draining" and server.num_requests > 0
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> bool:
-        """Marks a server as lost, because it is gone or its weights are unknown; returns False if it was lost before.
+        """Marks a server as lost, because it is gone or its weights are unknown; returns False if it already was.
 
-        A server that the engine started is restarted until it `is_given_up`; any other may return by itself. Requests
-        wait for both. A server that was lost too often is retired, unless it is the last one.
+        A server that the engine started is restarted until it `is_given_up`; any other server may return by itself.
+        Requests wait for either. A server that is lost too often is retired, unless it is the last one.
         """
         if not self.has(server):
             return False
@@ -79,7 +79,7 @@ class ServerFleet:
         return not was_gone
 
     def forget(self, server: Server) -> None:
-        """Removes a server that has left, or was restarted at another address."""
+        """Removes a server that has left, or was restarted at a different address."""
         if self.has(server):
             del self.servers[server.url]
 
@@ -125,7 +125,7 @@ class ServerFleet:
         if was_slow or not server.is_slow:
             return None
         return (
-            f"The server at {url} takes {speed:.3g} ms per token, the others {median:.3g} ms. Look for another "
+            f"The server at {url} takes {speed:.3g} ms per token; the others take {median:.3g} ms. Look for another "
             "program on its GPU, throttling, different arguments, or a slow network."
         )
 
@@ -147,5 +147,5 @@ class ServerFleet:
         )
 
     def describe(self) -> str:
-        """Describes all servers, a clause for each, for messages."""
+        """Describes each server in one clause, for messages."""
         return "; ".join(server.describe() for server in self.servers.values())

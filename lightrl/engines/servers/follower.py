@@ -30,6 +30,7 @@ class _FollowedMembers(Members):
     _suspects: set[Server] = field(default_factory=set)  # servers reported since the last state arrived
 
     def follow(self, state: FleetState, make_client: Callable[[str], ServerClient]) -> None:
+        """Adopts the leader's view of all servers; closes connections to lost servers."""
         self._suspects.clear()
         self.fleet.may_grow = state.may_grow
         self.router.follow(state.router, self.home)

@@ -3,7 +3,7 @@
     RequestLoop ── /generate ──► smg ──► one of its workers
     Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
 
-So requests reach only servers whose current weights are verified. Paths and fields are those of smg 1.13.0. A deleted
+So requests reach only servers whose current weights are verified. Paths and fields match smg 1.13.0. A deleted
 worker gets no new requests; for 5 seconds it is listed as `draining` and cannot be added again.
 """
 
@@ -104,13 +104,13 @@ class Gateway(Connection, Router):
         self.state = state
 
     def note_loads(self, loads: Iterable[tuple[str, int, int]]) -> None:
-        """Does nothing, because `settle` reads each server's load from the gateway."""
+        """No-op, because `settle` reads each server's load from the gateway."""
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
         return self.fleet.in_state(*states)
 
     def start_request(self, server: Server, tokens: int) -> None:
-        """Does nothing, because `settle` reads the number of requests from the gateway."""
+        """No-op, because `settle` reads the number of requests from the gateway."""
 
     end_request = start_request
 
@@ -123,13 +123,12 @@ class Gateway(Connection, Router):
     @staticmethod
     def check_installed(router: str) -> None:
         if router == "smg" and importlib.util.find_spec("smg") is None:
-            raise ValueError(
-                "router: smg needs SGLang's gateway: pip install smg. Or set router to a gateway's address."
-            )
+            problem = "router: smg needs SGLang's gateway. Run `pip install smg`, or set router to a gateway's address."
+            raise ValueError(problem)
 
     @classmethod
     def opened(cls, router: str, source: ServerSource, fleet: ServerFleet, timeouts: Timeouts) -> Gateway:
-        """Returns the gateway at `router`; or starts one with the servers' token, which `source` keeps running."""
+        """Returns the gateway at `router`. For `smg`, starts one with the servers' token; `source` keeps it running."""
         if router != "smg":
             return cls(as_url(router), source.token, fleet, timeouts=timeouts)
         process = smg_process(source.token)
@@ -193,6 +192,7 @@ class Gateway(Connection, Router):
         await self.close()
 
     async def _update_workers(self) -> frozenset[str]:
+        """Adds and removes workers; returns the servers to which the gateway may send requests."""
         timeout_s = min(self.timeouts.hang_s, self.timeouts.request_s)
         answer = await self.request("GET", "/workers", timeout_s=timeout_s)
         try:

@@ -29,7 +29,7 @@ class HomeLoop:
     `keep` start again on the new loop.
 
     Args:
-        describe: describes the servers, for the error about a missed deadline.
+        describe: describes the servers, for the error that reports a missed deadline.
     """
 
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
@@ -49,7 +49,7 @@ class HomeLoop:
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
-                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request ended with %r.", error)
+                loop_timeout_s=self.timeout_s, on_exit=lambda error: log.error("A request raised %r.", error)
             )
             self._own_thread.start()
             self._enter(self._own_thread.loop)
@@ -57,7 +57,7 @@ class HomeLoop:
         return self._loop
 
     async def move_here(self, leave: Callable[[], Work[None]]) -> None:
-        """Makes the running loop the home. If the home was a private loop, runs `leave` there and stops it."""
+        """Makes the running loop the home. If the home was a private loop, runs `leave` there and stops that loop."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -75,14 +75,14 @@ class HomeLoop:
     def close(self, leave: Callable[[], Work[None]]) -> None:
         """Runs `leave` on the loop, from another thread, and stops a private loop.
 
-        If the loop does not answer in time or is already stopping, `leave` does not run; its requests end with it.
+        If the loop does not answer in time or is already stopping, `leave` does not run; requests end with the loop.
         """
         loop, thread = self._loop, self._own_thread
         try:
             if loop is not None and loop.is_running():
                 self.call(leave(), self.timeout_s)
         except EngineError as error:
-            log.warning("The engine did not wait for the end of its requests: %s", error)
+            log.warning("The engine did not wait for its requests to end: %s", error)
         finally:
             self._is_closed = True
             self._loop = self._own_thread = None
@@ -92,7 +92,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; called on the loop.
 
-        Cancels again the tasks that continue: aiohttp swallows a cancellation that arrives as its timeout expires.
+        Tasks that continue are cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
@@ -113,9 +113,8 @@ class HomeLoop:
 
         def check() -> None:
             if time.monotonic() > deadline_s:
-                raise EngineTimeout(
-                    f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
-                )
+                problem = f"The event loop did not answer the engine within {timeout_s:g} s. {self._describe()}."
+                raise EngineTimeout(problem)
 
         try:
             wait_on_loop(loop, future, silent_s=math.inf, on_wait=check)  # the deadline catches a blocked loop
@@ -146,12 +145,12 @@ class HomeLoop:
             raise EngineError(_ENDED) from error
 
     def soon(self, action: Callable[[], object]) -> None:
-        """Calls `action` on the loop, if there is one; from any thread."""
+        """Calls `action` on the loop, if there is one. May be called from any thread."""
         if self._loop is not None:
             wake_up(self._loop, action)
 
     def keep(self, start: Callable[[], Work[object]]) -> None:
-        """Starts a coroutine on the loop, and again on each new loop; from any thread."""
+        """Starts a coroutine on the loop, and again on each new loop. May be called from any thread."""
         self._kept.append(start)
         self._start_soon(start)
 
@@ -159,7 +158,7 @@ class HomeLoop:
         self.soon(lambda: self.spawn(start()))
 
     def spawn(self, coroutine: Work[_T]) -> asyncio.Task[_T]:
-        """Starts a task that nothing awaits."""
+        """Starts a task that nobody has to await."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -167,7 +166,7 @@ class HomeLoop:
 
     @contextlib.contextmanager
     def cancelled_with_loop(self) -> Iterator[None]:
-        """Context in which the current task is cancelled when the loop changes."""
+        """Context manager inside which the current task is cancelled if the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -177,7 +176,7 @@ class HomeLoop:
             self._tasks.discard(task)
 
     def wake(self) -> None:
-        """Ends every `wait_for_change`."""
+        """Lets every `wait_for_change` in progress return."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -27,7 +27,7 @@ class Traffic:
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # requests wait for a load to end
     is_paused: bool = False
-    has_minimum: bool = False  # a request has min_new_tokens: abort it, because servers recount from 0 after a pause
+    has_minimum: bool = False  # whether a request has min_new_tokens; servers would count from 0 after a pause
 
     @property
     def is_open(self) -> bool:
@@ -48,7 +48,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class FollowerState:
-    """A follower's state, which it answers to the leader."""
+    """A follower's state, which it sends back to the leader."""
 
     num_running: int = 0  # completions that a server is generating
     has_minimum: bool = False  # whether a request had `min_new_tokens`
@@ -69,7 +69,7 @@ class FollowerProcesses(Protocol):
 
 @dataclass(eq=False)
 class Leader:
-    """Keeps the followers' copies of the fleet up to date; does nothing without followers."""
+    """Keeps the followers' copies of the fleet up to date, if there are followers."""
 
     home: HomeLoop
     members: Members

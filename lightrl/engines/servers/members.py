@@ -31,7 +31,7 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 @dataclass(eq=False)
 class Members:
-    """Changes the fleet, and with it the connections to its servers; used on the home loop."""
+    """Changes the fleet and the connections to its servers; used on the home loop."""
 
     home: HomeLoop
     fleet: ServerFleet
@@ -44,7 +44,7 @@ class Members:
         return min(self.timeouts.hang_s, self.timeouts.request_s)
 
     async def reach_all(self) -> None:
-        """Waits until every server answers, at most `startup_s`; raises EngineError if the router does not work."""
+        """Waits up to `startup_s` until every server answers; raises EngineError if the router does not work."""
         await asyncio.gather(*(self.reach(server) for server in self.fleet.in_state()))
         await self.router.reach()
 
@@ -76,11 +76,8 @@ class Members:
                     raise
                 if server.process is None and waited_s > warn_after_s:
                     warn_after_s += _WARN_EVERY_S
-                    log.warning(
-                        "No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s",
-                        self.timeouts.startup_s,
-                        error,
-                    )
+                    limit_s = self.timeouts.startup_s
+                    log.warning("No answer yet; waiting up to engine.timeouts.startup_s=%g s: %s", limit_s, error)
             await asyncio.sleep(0.2)
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
@@ -106,9 +103,8 @@ class Members:
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
-            raise EngineTimeout(
-                f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {self.router.problem}"
-            )
+            problem = f"No request was sent for engine.timeouts.startup_s={limit_s:g} s: {self.router.problem}"
+            raise EngineTimeout(problem)
         if not self.fleet.has_hope() or (is_late and not self.fleet.in_state(*ACTIVE)):
             waited = f"none returned within engine.timeouts.startup_s={limit_s:g}; " if is_late else ""
             raise EngineError(
@@ -144,7 +140,7 @@ class Members:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
         Args:
-            auto: the meaning of `auto` on servers that the engine started; other servers may have another config.
+            auto: the dtype that `auto` means on servers that the engine started; others may use a different config.
         """
         dtypes = set()
         for server in self.fleet.in_state():
@@ -172,7 +168,7 @@ class Members:
         await server.client.close(for_good=True)
 
     async def disconnect(self, *, for_good: bool = False) -> None:
-        """Closes all connections; unless `for_good`, the next requests open new ones, on this or another loop."""
+        """Closes all connections; unless `for_good`, later requests open new ones, perhaps on a different loop."""
         for server in self.fleet.in_state():
             await server.client.close(for_good=for_good)
         await self.router.close(for_good=for_good)

@@ -4,9 +4,9 @@
                           is_leaving: true ───────────────────────────────────► requests move to other servers
                           waits until the file is removed ◄───────────────────  when the server is unused
 
-Runs read a server's model, weight version and identity from the server itself. The clocks of hosts are not compared: an
-entry is alive while its content keeps changing, by the reader's clock. An entry that is older than the reader may
-belong to a killed server, so it counts only after it has changed.
+Runs read a server's model, weight version and identity from the server itself. The hosts' clocks are not compared: an
+entry counts as alive while the reader sees its content change. An entry that is older than the reader may belong to a
+killed server, so it counts only after it has changed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ServerEntry:
 
 
 class Announcement:
-    """A thread that keeps the entries of servers in the registry up to date, until `leave`."""
+    """A thread that keeps servers' entries in the registry up to date, until `leave`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs have moved their requests to other servers; returns False if `timeout_s` is not enough.
+        """Waits until runs have moved their requests to other servers; returns False if `timeout_s` is too short.
 
         With a timeout of 0, the entries are removed at once.
         """
@@ -136,7 +136,7 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """Waits at most `timeout_s` for the expected number of servers, then returns the announced ones.
+        """Waits up to `timeout_s` for the expected number of servers; returns those that have announced themselves.
 
         Raises:
             EngineTimeout: if none has announced itself by then.

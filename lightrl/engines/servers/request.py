@@ -1,4 +1,4 @@
-"""CompletionDraft: a completion in progress, which may take several requests; Answer: a server's answer. No I/O.
+"""CompletionDraft, a completion in progress, which may take several requests; Answer, a server's answer. Does no I/O.
 
 If a sync aborts a request, or its server is lost, the prompt of the next request includes the tokens so far.
 """
@@ -27,7 +27,7 @@ from lightrl.trajectory import FinishReason, Sampling
 _ABOVE_0_NATS = 1e-3  # how far rounding may raise a logprob above 0
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
-# Encodes a server's data for a number of tokens; raises ValueError if the data is from another model.
+# Encodes a server's data for a number of tokens; raises ValueError if the data is from a different model.
 Encode = Callable[[Any, int], TokenArray[Any]]
 
 
@@ -52,7 +52,7 @@ class Answer:
 
 
 def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: object, server: str) -> None:
-    """Raises MalformedAnswer if this does not answer request `rid` of `num_sent` tokens (None: any number)."""
+    """Raises MalformedAnswer unless the answer is for request `rid` with `num_sent` tokens (None: any number)."""
     if answer_rid != rid or num_sent not in (None, num_read):
         raise MalformedAnswer(
             f"{server} answered request {rid} of {num_sent} tokens as if it were {answer_rid} of {num_read}. Look for "
@@ -62,7 +62,7 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 @dataclass(frozen=True)
 class NamedVersion:
-    """A weight version that servers hold under a name, next to its base; tokens from its requests get this version."""
+    """A weight version that servers hold under a name, besides the base weights; its tokens are tagged with it."""
 
     version: int
     name: str
@@ -80,10 +80,10 @@ class CompletionDraft:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # for the prompt and the tokens so far
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of the columns to request besides supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
-    named_version: NamedVersion | None = None  # of the latest request; None for the server's only weights
+    named_version: NamedVersion | None = None  # the latest request's version; None: the server's only weights
     vocab_size: int = 2**31
 
     def start_with(self, started: Completion) -> None:
@@ -110,17 +110,15 @@ class CompletionDraft:
     def add(
         self, answer: Answer, server: str, *, path: str = "/generate", column_help: Mapping[str, str] | None = None
     ) -> None:
-        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if the completion has ended."""
+        """Appends an answer, or raises MalformedAnswer; sets `finish_reason` if the completion is finished."""
         token_ids, logprobs, versions, finish = answer.token_ids, answer.logprobs, answer.weight_versions, answer.finish
         if answer.problem:
-            raise MalformedAnswer(
-                f"{server} answered {path} with {answer.problem}. Check that this run loaded its weights."
-            )
+            problem = f"{server} answered {path} with {answer.problem}. Check that this run loaded its weights."
+            raise MalformedAnswer(problem)
         if (named := self.named_version) is not None:
             if other := sorted({version for version, _ in versions.runs()} - {named.base_version}):
-                raise MalformedAnswer(
-                    f"{server} generated with base version {other}, but {named.name} needs base {named.base_version}."
-                )
+                problem = f"{server} generated with base version {other}; {named.name} needs base {named.base_version}."
+                raise MalformedAnswer(problem)
             versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
         if token_ids and max(token_ids) >= self.vocab_size:
             raise MalformedAnswer(
@@ -169,10 +167,10 @@ class CompletionDraft:
             self.finish_reason = "stop"
         elif num == self.sampling.max_new_tokens:
             self.finish_reason = "length"
-        # Otherwise it continues: it was aborted, or stopped at an end token of the model's config that sampling omits.
+        # Otherwise the completion continues: it was aborted, or stopped at an end token that sampling does not list.
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
-        """Raises MalformedAnswer if this answers another request, or reports weights that the server cannot have had.
+        """Raises MalformedAnswer if this answers a different request, or reports weights that the server never had.
 
         Args:
             oldest, newest: the weight versions that the server may have had; base versions, for a named version.
@@ -216,7 +214,7 @@ class CompletionDraft:
 
 
 def request_seed(seed: int, sample: int) -> int:
-    """Returns the seed of all requests of a completion, 0 to 2**63 - 1.
+    """Returns the seed that all requests of a completion use, from 0 to 2**63 - 1.
 
     SGLang hashes it with each token's position, so interruptions do not change a completion's tokens.
     """
@@ -254,8 +252,8 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    Turns the garbage collector off for that time: short-lived lists of a thousand tokens would trigger it, and it would
-    visit all trajectories in memory (0.9 of 2.2 ms per request).
+    The garbage collector is off meanwhile: short-lived lists of a thousand tokens would trigger it, and it would visit
+    all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -273,6 +271,7 @@ def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
 
 
 def _checked(raw: RawAnswer) -> Answer:
+    """Checks and converts an answer; describes what is wrong in its `problem`."""
     token_ids: TokenArray[int] = TokenArray(raw.token_ids, "i")
     logprobs: TokenArray[float] = TokenArray(raw.logprobs, "f")
     _check_numbers(token_ids, logprobs)

@@ -39,7 +39,8 @@ from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 
-MAX_RETRIES = 8  # how often in a row a request may fail, without a token in between
+_REPEATED = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
+MAX_RETRIES = 8  # how many times in a row a request may fail without generating a token
 
 
 @dataclass
@@ -48,7 +49,7 @@ class _Failures:
 
     num: int = 0
     servers: set[Server] = field(default_factory=set)
-    busy_since: float | None = None  # monotonic; refusals by busy servers do not count in `num`
+    busy_since: float | None = None  # monotonic time; refusals by busy servers do not count in `num`
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,9 @@ class RequestLimits:
     """What the servers' model can read and return."""
 
     vocab_size: int
-    max_context: int | None  # the most tokens of prompt and completion together
+    max_context: int | None  # maximum tokens in prompt and completion together
     image_reader: ImageReader | None  # None if the model accepts only token ids
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # of columns that servers return besides supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
@@ -67,14 +68,14 @@ class RequestLimits:
 
 
 class ServedVersions:
-    """Chooses the weights that a request uses; in this class, the server's only weights."""
+    """Chooses the weights that a request uses. This class always chooses the server's only weights."""
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
         """Returns the version for the next request of a completion that started with `started_with`."""
         return None
 
     def used(self, named: NamedVersion | None, rid: str, server: Server) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for a request with this version."""
+        """Returns a context manager that records this version's use by a request."""
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
@@ -118,9 +119,8 @@ class RequestLoop:
         """Implements `RolloutEngine.generate`; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
-        attachments = Attachments.of(limits.image_reader, images, token_ids) if images else None
-        shared: dict[str, Any] = {"attachments": attachments, "vocab_size": limits.vocab_size}
-        shared |= {"encoders": limits.encoders}
+        shared: dict[str, Any] = {"vocab_size": limits.vocab_size, "encoders": limits.encoders}
+        shared["attachments"] = Attachments.of(limits.image_reader, images, token_ids) if images else None
         with self.home.cancelled_with_loop():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, **shared)
@@ -142,7 +142,7 @@ class RequestLoop:
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns these sequences' logprobs at temperature 1 from each routable server, 0 for each first token.
 
-        A server that cannot compute logprobs has empty lists; a server that is lost meanwhile is omitted.
+        A server that cannot compute logprobs gets empty lists; a server that is lost in the meantime is omitted.
         """
         with self.home.cancelled_with_loop():
             while True:
@@ -185,7 +185,7 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-        # Even if all requests have finished since: nothing but a running load would resume these servers.
+        # Needed even if all requests have finished, because only a running load would resume these servers otherwise.
         paused = self._paused - self._at_load
         servers = [server for server in self.fleet.in_state("routable") if server in paused]
         await asyncio.gather(*(self._try_or_lose(server, server.client.resume, "resumed") for server in servers))
@@ -198,7 +198,7 @@ class RequestLoop:
         self._at_load.update(servers)
 
     async def close_gate(self) -> None:
-        """Makes new requests wait until `release`: a server reads a pause only after all requests sent before it."""
+        """Makes new requests wait until `release`, because a server reads a pause only after earlier requests."""
         self.traffic.is_held = True
         await self.leader.notify()
 
@@ -240,7 +240,7 @@ class RequestLoop:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
+        """Sends requests until the completion is finished; if a server is lost, the next one goes elsewhere."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)
@@ -259,13 +259,7 @@ class RequestLoop:
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Waits and returns if the request may be sent again; otherwise raises the error."""
-        is_refused = isinstance(error, ServerRefused) and not error.is_temporary
-        if is_refused and self.versions.is_missing(server, error):
-            self.members.lose(server, str(error))
-            is_refused = False
-        retried = (ServerRefused, EngineUnreachable, EngineTimeout, MalformedAnswer, OutOfFiles)
-        if is_refused or not isinstance(error, retried):
-            raise error
+        self._check_may_repeat(server, error)
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # the server may still be alive
@@ -282,12 +276,20 @@ class RequestLoop:
             wait_s = min(0.05 * 2**failures.num, MAX_BACKOFF_S)
             is_over, problem = failures.num > MAX_RETRIES, f"failed {failures.num} times in a row"
         if is_over:
-            raise EngineError(
-                f"A request {problem}. Last failure: {error} Servers: {self.fleet.describe()}."
-            ) from error
+            servers = self.fleet.describe()
+            raise EngineError(f"A request {problem}. Last failure: {error} Servers: {servers}.") from error
         await asyncio.sleep(wait_s * random.uniform(1.0, 1.2))
 
+    def _check_may_repeat(self, server: Server, error: EngineError) -> None:
+        """Raises the error unless a repeated request may succeed. A server that lacks the request's version is lost."""
+        is_refused = isinstance(error, ServerRefused) and not error.is_temporary
+        if is_refused and self.versions.is_missing(server, error):
+            self.members.lose(server, str(error))
+        elif is_refused or not isinstance(error, _REPEATED):
+            raise error
+
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
+        """Sends one request and adds its answer to the draft; aborts it when cancelled, or after `generate_s`."""
         rid = secrets.token_hex(16)
         traffic, fleet, router = self.traffic, self.fleet, self.members.router
         traffic.has_minimum |= draft.sampling.min_new_tokens > 0

@@ -1,4 +1,4 @@
-"""Router: sends each request to the server that the fleet chooses. A second router is in gateway.py."""
+"""Router: sends each request to the server that the fleet chooses. gateway.py contains a second router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightrl.engines.servers.timeouts import Timeouts
 class Router:
     """Sends each request to the server that the fleet has chosen, and counts each server's requests."""
 
-    state: Any = None  # for followers; it is pickled
+    state: Any = None  # pickled and sent to followers
     problem: str = ""  # why the router cannot send requests
 
     def __init__(self, fleet: ServerFleet, *, timeouts: Timeouts) -> None:
@@ -26,7 +26,7 @@ class Router:
         """Called when all servers answer; raises EngineError if the router does not work."""
 
     async def keep(self, home: HomeLoop) -> None:
-        """Background work that runs as long as the engine."""
+        """Does background work as long as the engine runs."""
 
     async def settle(self) -> None:
         """Returns when requests go only to routable servers, or the router has failed to arrange that."""
@@ -36,7 +36,7 @@ class Router:
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may reach: all in these states if the router chooses."""
+        """Returns the servers that a request for `server` may reach; if the router chooses, all in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:
@@ -46,7 +46,7 @@ class Router:
         self.fleet.end_request(server, tokens)
 
     async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
-        """Sends a request; returns the answer and the address of the server that gave it."""
+        """Sends a request; returns the answer and the address of the server that sent it."""
         client = server.client
         return await client.generate(body, num_retries=0, timeout_s=timeout_s, read=client.read_answer), server.url
 

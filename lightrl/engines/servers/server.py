@@ -17,7 +17,7 @@ from lightrl.engines.servers.processes.process import ServerProcess
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
 ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
-SPEED_ANSWERS = 64  # how many recent answers a server's speed is measured over
+SPEED_ANSWERS = 64  # number of recent answers that a server's speed is averaged over
 
 
 @dataclass(eq=False)
@@ -33,7 +33,7 @@ class Server:
     state: State = "starting"
     reason: str = ""  # why it is not routable
     may_return: bool = False  # it is lost, but will be admitted again if it answers
-    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each of the last times it was lost
+    losses: tuple[int, ...] = ()  # the fleet's newest weight version at each recent loss of this server
     weight_version: int = -1  # the last version that it acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
     info: ServerInfo | None = None  # None until `identify`
@@ -45,7 +45,7 @@ class Server:
     num_answers: int = 0
     recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # slower than the others, which was logged
+    is_slow: bool = False  # slower than the others; already logged
 
     @property
     def url(self) -> str:
@@ -53,7 +53,7 @@ class Server:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since its last answer to any request; a busy server may delay one answer while it sends others."""
+        """Seconds since its last answer to any request. A busy server may delay one answer while it sends others."""
         last = self.client.last_answer_at
         return float("inf") if last is None else time.monotonic() - last
 

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class ServerSource:
-    """The settings that determine the servers, and the processes, folder and token for them from `open` to `end`."""
+    """The settings that determine the servers. From `open` to `end` it also holds their processes, folder and token."""
 
     client_type: type[ServerClient]
     process_type: type[ModelProcess]
     urls: list[str] | None
-    num: int | None  # how many to start here; if this and `urls` are None, the environment has the addresses
+    num: int | None  # number to start here; if this and `urls` are None, the environment lists addresses
     tp: int
     args: dict[str, Any]  # for servers started here; keys are the server's argument names
     placement: Literal["separate", "colocated"]
     timeouts: Timeouts
-    python: str | None = None  # of the servers' environment
+    python: str | None = None  # the Python of the servers' environment
     trainer_devices: Sequence[torch.device] = ()  # set before `open`
     receivers: Receivers = field(default_factory=Receivers)
     registry: Registry | None = None  # set by `open`, like the following fields
@@ -107,7 +107,7 @@ class ServerSource:
         needs_receivers: bool,  # of weights, for the delta transport
         check_reach: Callable[[Sequence[str]], None],
     ) -> None:
-        """Starts the servers or, with a registry, waits until it has some; adds them to the fleet."""
+        """Starts the servers, or waits until the registry has some; adds all servers to the fleet."""
         self._processes, self._home = [], home
         self._scratch = tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-engine-"), ignore_cleanup_errors=True)
         self.folder = Path(self._scratch.name)
@@ -134,7 +134,7 @@ class ServerSource:
             self.receivers.connect(receiver_urls, urls)
 
     def _start_servers(self, config: PretrainedConfig, start_args: dict[str, Any]) -> list[ServerProcess]:
-        """Starts servers with random weights and waits until all are ready; a Watch restarts them."""
+        """Starts servers with random weights and waits until all are ready. The engine's Watch restarts servers."""
         assert self.num is not None
         self.token = usable_token(self.token)
         gpus = self.gpus()

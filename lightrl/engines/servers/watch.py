@@ -23,7 +23,7 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # every fifth health check, because this request goes to the scheduler and costs more
+_IDENTIFY_EVERY = 5  # identify at every fifth check, because that request goes to the scheduler and costs more
 _FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # from work in a thread, or from starting the thread
 
 
@@ -31,7 +31,7 @@ _FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # from work in a
 class Watch:
     """Checks every server until it is forgotten, and reads the registry, if any; used on the home loop.
 
-    A lost server is restarted if the engine started it; otherwise it is checked until it returns. Either way it gets
+    A lost server is restarted if the engine started it; otherwise it is checked until it returns. In both cases it gets
     the weights before it gets requests.
     """
 
@@ -63,7 +63,7 @@ class Watch:
             self._watched.discard(server)
 
     async def _until_lost_for_good(self, server: Server) -> None:
-        """Checks a server regularly; if the engine did not start it, also while it is lost, because it may return."""
+        """Checks a server regularly. A server that the engine did not start may return, so it is checked while lost."""
         interval_s = self.timeouts.probe_interval_s
         answered_at = checked_at = time.monotonic()
         num_checks = 0
@@ -84,7 +84,7 @@ class Watch:
                 answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or cannot serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # gone, or unable to serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -105,7 +105,7 @@ class Watch:
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
         if was_routable and should_identify and await server.identify():
-            return "it was restarted: another process answers at its address"
+            return "it was restarted: a different process answers at its address"
         is_steady = server.state == "routable" and not self.members.fleet.is_loading
         if was_routable and is_steady and version == server.weight_version >= 0:
             reported = info.get("weight_version")

@@ -1,4 +1,4 @@
-"""The code that is specific to SGLang: its paths and its command line; engines/servers/ has the code for all servers.
+"""The code that is specific to SGLang: HTTP paths and the command line. engines/servers/ has the code for all servers.
 
 Reading order:
     engine.py      SGLangEngine
@@ -6,6 +6,6 @@ Reading order:
     command.py     a server's arguments, command line and environment
     scoring.py     gets a teacher's logprobs or a reward model's rewards from a server
 
-May import: what engines/ may. Only this package knows SGLang's paths, except those of the gateway. To use another route
-of SGLang, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
+May import: the same as engines/. Only this package knows SGLang's paths, except those of the gateway. To use another
+SGLang route, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
 """

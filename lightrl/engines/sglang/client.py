@@ -1,6 +1,6 @@
-"""SGLangClient: the paths of an SGLang server that lightrl uses, as methods.
+"""SGLangClient: methods for the HTTP paths of an SGLang server that lightrl uses.
 
-Paths and fields are those of SGLang 0.5.21 and later; `begin_weight_update` detects an older server.
+Paths and fields match SGLang 0.5.21 and later; `begin_weight_update` detects an older server.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightrl.weights.shared_memory import LOAD_FORMAT
 _NOT_FOUND = 404
 # Excludes draft models of speculative decoding, which share some parameters with the target model.
 _TARGET = {"selector": "target"}
-# Arguments that change the values of parameters, or on which rank they are; see `layout_problem`.
+# Arguments that change parameters' values, or the ranks that hold them; see `layout_problem`.
 _OTHER_LAYOUTS = ("quantization", "torchao_config", "enable_dp_attention", "enable_dp_lm_head", "enable_fp32_lm_head",
                   "modelopt_quant", "rl_quant_profile", "enable_eplb", "ep_num_redundant_experts")  # fmt: skip
 # Argument values that keep experts in the checkpoint's order; other values reorder them.
@@ -74,7 +74,7 @@ class SGLangClient(ServerClient):
             return int(answer["meta_info"].get("cached_tokens") or 0)
 
     async def ask(self, body: dict[str, Any], **settings: Any) -> dict[str, Any]:
-        """Calls `generate`; raises MalformedAnswer if the answer belongs to another request."""
+        """Calls `generate`; raises MalformedAnswer if the answer belongs to a different request."""
         body.setdefault("rid", secrets.token_hex(16))
         answer: dict[str, Any] = await self.generate(body, **settings)
         with self.reading(self.generate_path):
@@ -144,7 +144,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # Otherwise SGLang uses the `load_format` of its start, so a server with dummy weights would refuse real ones.
+        # By default SGLang keeps the `load_format` of its start, so a server with dummy weights would refuse real ones.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -218,7 +218,7 @@ def _version(weight_version: str | None) -> dict[str, Any]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
-    """Parses the answer of `/server_info`, which has the arguments that the server was started with."""
+    """Parses the answer of `/server_info`, which contains the arguments that the server was started with."""
     started = info.get("startup_time")
     identity = None
     if started is not None:

@@ -1,4 +1,4 @@
-"""SGLangProcess: an SGLang server as a child process: its arguments, command line and environment."""
+"""SGLangProcess: runs an SGLang server as a child process; makes its arguments, command line and environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESERVED_TOKENS = 8
 
 
 def _fp8_kernels() -> dict[str, Any]:
-    """Returns arguments that select kernels that do not repack block FP8 weights, so that new ones can be loaded."""
+    """Returns arguments for kernels that do not repack block FP8 weights, so that new weights can be loaded."""
     if not torch.cuda.is_available():
         return {}
     capability = torch.cuda.get_device_capability()

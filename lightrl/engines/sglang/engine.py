@@ -16,17 +16,17 @@ from lightrl.engines.sglang.generation import RETURNED
 
 
 class SGLangEngine(ServerEngine):
-    """A rollout engine with one or more SGLang servers: token ids in, token ids out, with a weight version on each.
+    """A rollout engine on SGLang servers. It exchanges token ids and records the weight version of every token.
 
-    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, those over the token's support, as `Completion`
-    defines them. A request's seed determines its tokens only if the servers run with `enable_deterministic_inference`.
+    Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, they are over the token's support, as in
+    `Completion`. A request's seed determines its tokens only if servers run with `enable_deterministic_inference`.
     A colocated server needs `enable_memory_saver: true`.
 
     Args:
         sglang_python: Python of the environment that has SGLang; None searches for it (docs/serve-with-sglang.md).
-        settings: those of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
-            `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), which servers of an FP8
-            checkpoint need; not yet tested on a GPU.
+        settings: settings of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
+            `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), which servers with an
+            FP8 checkpoint need. This has not been tested on a GPU yet.
     """
 
     client_type = SGLangClient

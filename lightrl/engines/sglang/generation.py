@@ -1,4 +1,4 @@
-"""A completion's next request to SGLang's `/generate`, and its answer. Pure functions."""
+"""Pure functions that make a completion's next request to SGLang's `/generate` and parse the answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the request to `/generate` for the missing tokens; requests with one `cache_key` share key-values."""
+    """Returns the request to `/generate` for the missing tokens; requests with equal `cache_key` share key-values."""
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # not with stop ids, because SGLang would then ignore these too
+    else:  # only without stop ids, because SGLang would ignore these too
         params["ignore_eos"] = True
     attached = draft.attachments
     body = {

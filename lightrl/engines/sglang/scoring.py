@@ -1,4 +1,4 @@
-"""Model calls to an SGLang server: ServedScores gets the logprobs of trajectories, ServedRewards a reward for each.
+"""Model calls to an SGLang server: ServedScores gets logprobs of trajectories, and ServedRewards gets their rewards.
 
 Shapes: B trajectories, T tokens, the top K tokens.
 """
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
-    """Returns the call with a `run` that sends it to the server at its `url`.
+    """Returns a copy of the call, with a `run` that sends it to the server at its `url`.
 
     Args:
         is_scalar: whether the server's model has a scalar head.
@@ -44,7 +44,7 @@ def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call to a server; LIGHTRL_SERVER_TOKEN is the server's token.
+    """The `run` of a model call to a server. LIGHTRL_SERVER_TOKEN holds the server's token.
 
     Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
@@ -126,7 +126,7 @@ class ServedScores:
 
 @dataclass(frozen=True)
 class ServedRewards:
-    """Gets rewards, as ServedScores gets logprobs, from a reward model on a server started with `--is-embedding`.
+    """Gets rewards from a reward model on a server started with `--is-embedding`; works like ServedScores.
 
     The Qwen2 and Qwen3 heads in SGLang have a bias. transformers checkpoints have none, so SGLang initializes it at
     random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
@@ -161,7 +161,7 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """Returns the token ids of each trajectory; if some are trees, of each conversation, with the mapping back."""
+    """Returns the token ids of each trajectory, or, if some are trees, of each conversation, and the mapping back."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None

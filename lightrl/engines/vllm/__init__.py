@@ -1,11 +1,11 @@
-"""The code that is specific to vLLM: its routes and its command line; engines/servers/ has the code for all servers.
+"""The code that is specific to vLLM: HTTP paths and the command line. engines/servers/ has the code for all servers.
 
 Reading order:
     engine.py      VLLMEngine, and its broadcast of weights over NCCL (not tested yet)
-    client.py      vLLM's routes as methods; generation.py  a completion's next request, and the answer
+    client.py      vLLM's paths as methods; generation.py  a completion's next request, and the answer
     command.py     a server's arguments, command line and environment
 
-May import: what engines/ may. Only this package knows vLLM's paths, and nothing in it imports vLLM.
+May import: the same as engines/. Only this package knows vLLM's paths, and nothing in it imports vLLM.
 """
 
 from lightrl.engines.vllm.command import VLLMProcess

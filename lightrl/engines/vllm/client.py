@@ -1,4 +1,4 @@
-"""VLLMClient: the paths of a vLLM server that lightrl uses, as methods.
+"""VLLMClient: methods for the HTTP paths of a vLLM server that lightrl uses.
 
     purpose                path in vLLM 0.32
     generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
@@ -32,7 +32,7 @@ from lightrl.weights.server_layout import DTYPES
 LOGPROBS_MODE = "processed_logprobs"
 _SERVER_INFO = "/server_info?config_format=json"
 _BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
-# Arguments that change on which rank a parameter is; see `layout_problem`.
+# Arguments that change which rank holds a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _RESTART_HELP = "Restart it with them, or start a server with `lightrl serve --engine vllm`."
 _EMPTY_DIGEST = "e3b0c44298fc1c14"  # SHA-256 of an empty tensor; on a CPU vLLM stores the packed values elsewhere
@@ -48,14 +48,14 @@ class VLLMClient(ServerClient):
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
-    _checked_identity = ""  # of the process whose arguments were checked
+    _checked_identity = ""  # identity of the server process whose arguments were checked
 
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
         )
-        self._num_cached_of(answer)  # rejects a server that does not report it, at the first answer of a run
+        self._num_cached_of(answer)  # at a run's first answer, rejects a server that does not report this
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
@@ -132,7 +132,7 @@ class VLLMClient(ServerClient):
             return rank_digests(answer["checksums"])
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
-        """Makes the server join the group by NCCL's unique id, which is the group's name."""
+        """Makes the server join the group with NCCL's unique id, which is the group's name."""
         ranks = {"rank_offset": place.rank_offset, "world_size": place.world_size, "packed": False}
         body = {"init_info": {"nccl_unique_id_b64": name, **ranks}}
         await self._update("/init_weight_transfer_engine", body, timeout_s)
@@ -164,7 +164,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments with a request that is always refused; the `?` keeps it from queueing."""
+        """Finds missing arguments with a request that is always refused; with `?` it does not queue as a generation."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
@@ -174,7 +174,7 @@ class VLLMClient(ServerClient):
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
-        """Describes the program that answers at an address without /weight_info, for the error."""
+        """Describes, for an error message, the program that answers at an address without /weight_info."""
         if await self.has_path("/model_info", timeout_s):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_path("/version", timeout_s):
@@ -212,7 +212,7 @@ def read_server_info(config: dict[str, Any]) -> ServerInfo:
 
 
 def rank_digests(checksums: dict[str, str]) -> RankDigests:
-    """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; "" if vLLM has none."""
+    """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; a missing one is ""."""
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")

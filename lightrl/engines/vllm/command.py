@@ -1,4 +1,4 @@
-"""VLLMProcess: a vLLM server as a child process: its arguments, command line and environment."""
+"""VLLMProcess: runs a vLLM server as a child process; makes its arguments, command line and environment."""
 
 from __future__ import annotations
 

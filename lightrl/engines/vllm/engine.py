@@ -49,7 +49,7 @@ class NCCLGroup(BroadcastGroup):
 class VLLMBroadcast(BroadcastTransport):
     """Broadcasts to vLLM's workers over NCCL. **Not tested yet, because vLLM's CPU build has no NCCL.**
 
-    The workers join by NCCL's unique id, without a store, then reduce a number to check that all have joined.
+    The workers join with NCCL's unique id, without a store, and then reduce a number to check that all have joined.
 
     Source: vLLM 0.32.0, distributed/weight_transfer/nccl_common.py and nccl_engine.py, device_communicators/pynccl.py.
     """
@@ -63,12 +63,12 @@ class VLLMBroadcast(BroadcastTransport):
 
 
 class VLLMEngine(ServerEngine):
-    """A rollout engine with one or more vLLM servers: token ids in, token ids out, with a weight version on each.
+    """A rollout engine on vLLM servers. It exchanges token ids and records the weight version of every token.
 
     A server that you start needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
-    `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`; for top-p or top-k `--max-logprobs 4008`;
-    for `transport: distributed` `--weight-transfer-config '{"backend": "nccl"}'`. Its routes that load weights require
-    no key, so let only the run's machines reach its port.
+    `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`. Top-p and top-k need
+    `--max-logprobs 4008`, and `transport: distributed` needs `--weight-transfer-config '{"backend": "nccl"}'`. Its
+    routes that load weights require no key, so let only the run's machines reach its port.
 
     A request's seed determines its tokens, unless an abort or a lost server interrupts the request. Images are not
     supported: a request with images raises ValueError. On a CPU, when vLLM loads weights of a model with tied
@@ -76,7 +76,7 @@ class VLLMEngine(ServerEngine):
 
     Args:
         vllm_python: Python of the environment that has vLLM; None searches for it as SGLangEngine does.
-        settings: those of `ServerEngine`, except router, placement, adapters and record_routes. `transport` is disk,
+        settings: settings of `ServerEngine`, except router, placement, adapters and record_routes. `transport` is disk,
             delta or distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
     """
 

@@ -1,4 +1,4 @@
-"""A completion's next request to vLLM, and its answer. Pure functions.
+"""Pure functions that make a completion's next request to vLLM and parse the answer.
 
 Only one of vLLM's runners returns the tokens of a truncated distribution, and it then needs `top_k` in every request.
 So requests ask for the most likely tokens instead; those outside the support have no finite logprob.
@@ -13,14 +13,14 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # how many tokens beyond `top_k` may be as likely as the last one within it
+MAX_TIES = 8  # how many tokens beyond `top_k` may tie with the last of the top k
 MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # per token
 PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the request for the missing tokens; requests with one `cache_key` share key-values."""
+    """Returns the request for the missing tokens; requests with the same `cache_key` share key-values."""
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)

@@ -1,8 +1,8 @@
-"""LocalEngine's fast path for Llama-like models; the engine gets `fast_decoder` from checks/entry_points.py.
+"""LocalEngine's fast path for Llama-like models; the engine finds `fast_decoder` through checks/entry_points.py.
 
 Reading order:
-    decoder.py  LlamaDecoder, which keeps the weights of its matrix products packed
-    kernels.py  its compiled part, built from kernels.cpp if there is a compiler
+    decoder.py  LlamaDecoder, which packs the weights of its matrix products
+    kernels.py  its compiled kernels, built from kernels.cpp if there is a compiler
 
 May import: the same as engines/.
 """

@@ -1,10 +1,10 @@
-"""LlamaDecoder: decodes with Llama-like models in few, large operations, without Hugging Face's model.
+"""LlamaDecoder: runs Llama-like models in a few large operations, without Hugging Face's model.
 
-Weights with the same input are fused (query, key and value; gate and up). The key-values of all rows are in
-preallocated slots, row i in slot i, and attention reads only up to the longest row. The two halves of each head, which
-the rotary embedding pairs, are stored interleaved, so that the rotation is one complex product; queries and keys are
-permuted in the same way, which does not change their products. In float32 on a CPU, a step is one call of the compiled
-kernels, if they could be built.
+Weights with the same input are fused (query, key and value; gate and up). The key-values of all rows are stored in
+preallocated slots (row i in slot i), and attention reads only as many tokens as the longest row has. The two halves of
+each head, which the rotary embedding pairs, are stored interleaved, so that the rotation is a single complex product.
+Queries and keys are permuted in the same way, which does not change their dot products. In float32 on a CPU, a step is
+one call of the compiled kernels, if they could be built.
 
 Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LEAST_MOVED = 2**18  # elements; a smaller weight also keeps its plain form, so that a load need not restore it
+_LEAST_MOVED = 2**18  # elements; smaller weights are kept unpacked too, so that a load need not unpack them
 
 
 class FusedLinear:
@@ -46,8 +46,8 @@ class FusedLinear:
 
     Args:
         kernels: multiply by the packed weight; None uses torch.
-        is_shared: whether another part of the model reads the weight, so that its plain form is kept next to the packed
-            one, as for small weights.
+        is_shared: whether another part of the model reads the weight. If so, it is kept both plain and packed, as small
+            weights are.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class FusedLinear:
     def __call__(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
         """Returns the product [n, out] plus `added` [n, out]; without `added`, `inputs` may have more leading axes."""
         if self._kernels is not None and self._packed is not None:
-            return self._kernels.linear(inputs, self.of_kernel(), added)
+            return self._kernels.linear(inputs, self.for_kernel(), added)
         if added is None:
             return F.linear(inputs, self._weight, self._bias)
         product = torch.addmm(added, inputs, self._weight.t())
@@ -83,20 +83,20 @@ class FusedLinear:
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
-        """Returns the values of a view of the weight; a copy if only the packed form exists."""
+        """Returns this view of the weight, or an unpacked copy of it if only the packed weight exists."""
         if self._kernels is None or self._packed is None or self._is_plain_kept:
             return view
         plain = torch.empty(self._weight.shape, dtype=torch.float32)
         self._kernels.unpack(self._packed, plain)
         return plain.as_strided(view.shape, view.stride(), view.storage_offset())
 
-    def of_kernel(self) -> LinearOfKernel:
+    def for_kernel(self) -> LinearOfKernel:
         """Returns the addresses and sizes of the packed weight; valid until the next `unpack`."""
         outputs, inputs = self._weight.shape
         return LinearOfKernel(address(self._packed), address(self._bias), inputs, outputs)
 
 
-_TOKEN_STEP = 16  # attention reads a multiple of this many tokens, so that fewer views are made
+_TOKEN_STEP = 16  # the number of tokens that attention reads is a multiple of this, so that fewer views are made
 _TOKEN_GROWTH = 64  # tokens; the cache grows by at least this many
 
 
@@ -108,7 +108,7 @@ class Family:
 
 
 FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
-_GROUPED = ("cuda",)  # devices whose fused attention kernels need four dimensions
+_GROUPED = ("cuda",)  # devices whose fused attention kernels need 4-D tensors
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the number of tokens
 
 
@@ -133,13 +133,13 @@ def find_family(config: PretrainedConfig) -> Family | None:
 def _grouped_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Attends with queries [n, K, H / K, D] to keys and values [n, K, T, D]; adds `mask` [n, 1, 1, T] to the scores."""
     mask = mask.expand(*queries.shape[:-1], keys.shape[2])
-    if queries.is_cuda and queries.shape[-1] % 8 == 0:  # torch might choose cuDNN, which plans each new length
+    if queries.is_cuda and queries.shape[-1] % 8 == 0:  # avoids cuDNN, which makes a plan for each new length
         mixed: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(queries, keys, values, mask, False)[0]
         return mixed
     return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
 
 
-def _stepped(num_tokens: int) -> int:
+def _rounded_up(num_tokens: int) -> int:
     return -(-num_tokens // _TOKEN_STEP) * _TOKEN_STEP
 
 
@@ -162,14 +162,14 @@ class _Target:
     view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
     shape: torch.Size  # of the parameter in Hugging Face's model
     is_spread: bool = False  # whether the first axis of `view` holds copies, one for each head
-    linear: FusedLinear | None = None  # the FusedLinear of whose weight `view` is a part
+    linear: FusedLinear | None = None  # the FusedLinear whose weight contains `view`
 
 
 class LlamaDecoder:
     """A fast `Decoder` for the families in `FAMILIES`.
 
-    Memory: the weights once (with kernels, small weights and a head tied to the embedding twice), and key-values, which
-    are copied when they grow, and kept for reuse. With a limit of `cache_bytes` on key-values, `reserve` allocates
+    Memory: one copy of the weights (with kernels, two copies of small weights and of a tied head), and key-values,
+    which are copied when they grow and then kept for reuse. If `cache_bytes` limits the key-values, `reserve` allocates
     memory for all tokens that the rows may get; a single row may exceed the limit. A load writes in place.
 
     Args:
@@ -197,6 +197,7 @@ class LlamaDecoder:
         self._eps: float = settings.rms_norm_eps
         self._dtype, self._device, self._is_grouped = dtype, device, device.type in _GROUPED
         self._prefill_tokens = prefill_tokens
+        # The names, shapes and ties of the parameters come from a model without memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         self._rotary: nn.Module = type(skeleton.model.rotary_emb)(config)  # on the CPU, with real frequencies
@@ -205,26 +206,25 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
-        # Kernels are for float32 on a CPU, if they could be built.
+        # The weights, which kernels read packed: in float32 on a CPU, if the kernels could be built.
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
         self._are_packed = False  # stays False without kernels
-        self._of_kernel: ModelOfKernel | None = None  # while weights are packed, if the kernels have the head size
+        self._kernel_model: ModelOfKernel | None = None  # None if not packed, or without kernels for the head size
         self._intermediate: int = settings.intermediate_size
         self._embedding = self._plain("model.embed_tokens.weight")
-        self._layers = [
-            self._make_layer(f"model.layers.{depth}.", family, settings) for depth in range(settings.num_hidden_layers)
-        ]
+        depths = range(settings.num_hidden_layers)
+        self._layers = [self._make_layer(f"model.layers.{depth}.", family, settings) for depth in depths]
         self._final_norm = self._plain("model.norm.weight")
         self._head = self._make_head()
-        if set(self._targets) != set(self.shapes):
-            different = sorted(set(self._targets) ^ set(self.shapes))
+        if different := sorted(set(self._targets) ^ set(self.shapes)):
             raise ValueError(
                 f"The fast path's weights for {config.model_type!r} differ from the model's: {different[:4]}. Use "
                 "LocalEngine(fast_path=False)."
             )
 
+        # The cache, which is empty: keys and values are the same tensor until `_allocate` makes two.
         self._num_rows = 0
         shape = (len(self._layers), 0, self._num_kv_heads, 0, self._head_size)
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # [layers, slots, K, T, D]
@@ -241,7 +241,7 @@ class LlamaDecoder:
             target = self._targets[name]
             if target.linear is not None:
                 target.linear.unpack()
-                self._are_packed, self._of_kernel = False, None
+                self._are_packed, self._kernel_model = False, None
             target.view.copy_(tensor.reshape(target.view.shape[1:] if target.is_spread else target.view.shape))
 
     def read(self, name: str) -> Tensor:
@@ -279,16 +279,16 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
-        moved = self._keys.nbytes if self._num_rows else 0  # the old keys or values, until they are copied
-        return num_rows * _stepped(num_tokens) * self.token_bytes + moved <= self.cache_bytes
+        moved = self._keys.nbytes if self._num_rows else 0  # the old keys, then the old values, exist during the copy
+        return num_rows * _rounded_up(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         if self.cache_bytes is not None and not self._has_capacity(num_rows, num_tokens):
-            self._allocate(num_rows, _stepped(num_tokens))
+            self._allocate(num_rows, _rounded_up(num_tokens))
 
     @property
     def token_bytes(self) -> int:
-        """The size of a token's key-values."""
+        """The size of one token's key-values, in bytes."""
         return 2 * len(self._layers) * self._num_kv_heads * self._head_size * self._dtype.itemsize
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -300,22 +300,22 @@ class LlamaDecoder:
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         self._reserve(len(token_ids), longest)
-        if self.kernels is None or self._of_kernel is None:
+        if self.kernels is None or self._kernel_model is None:
             return self._step_with_torch(token_ids, positions, longest)
         slots, capacity = self._keys.shape[1], self._keys.shape[3]
         cache = CacheOfKernel(address(self._keys), address(self._values), slots, capacity, address(self._rotations))
-        return self._head(self.kernels.step(self._of_kernel, cache, token_ids, positions))
+        return self._head(self.kernels.step(self._kernel_model, cache, token_ids, positions))
 
     def _step_with_torch(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         n, heads, kv_heads, size = len(token_ids), self._num_heads, self._num_kv_heads, self._head_size
-        group, num_tokens = heads // kv_heads, min(_stepped(longest), self._keys.shape[3])
+        group, num_tokens = heads // kv_heads, min(_rounded_up(longest), self._keys.shape[3])
         if self._views_of != (n, num_tokens):
             self._make_views(n, num_tokens)
         positions_by_head = positions.repeat_interleave(kv_heads)
         cache_rows = self._slot_starts[: n * kv_heads] + positions_by_head
-        masked = positions[:, None, None, None] if self._is_grouped else positions_by_head[:, None, None]
-        mask = torch.zeros(*masked.shape[:-1], num_tokens, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(self._token_positions[:num_tokens] > masked, float("-inf"))
+        last = positions[:, None, None, None] if self._is_grouped else positions_by_head[:, None, None]
+        mask = torch.zeros(*last.shape[:-1], num_tokens, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(self._token_positions[:num_tokens] > last, float("-inf"))
         rotations = self._rotations[positions][:, None]
         flat_keys = self._keys.view(len(self._layers), -1, size)
         flat_values = self._values.view(len(self._layers), -1, size)
@@ -332,7 +332,7 @@ class LlamaDecoder:
             queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
             if self._is_grouped:
                 mixed = _grouped_attention(queries, keys, values, mask)
-            elif self._dtype == torch.float32 and self._device.type == "cpu":  # where plain products are fastest
+            elif self._dtype == torch.float32 and self._device.type == "cpu":  # plain products are fastest there
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
@@ -381,7 +381,7 @@ class LlamaDecoder:
         return hidden
 
     def _rotate(self, qk: Tensor, norm: Tensor | None, rotations: Tensor) -> Tensor:
-        """Normalizes queries and keys [..., H + K, D] if the family does so, and rotates them."""
+        """Normalizes queries and keys [..., H + K, D] if there is a norm, and rotates them."""
         if norm is not None:
             qk = F.rms_norm(qk, (self._head_size,), None, self._eps) * norm
         pairs = torch.view_as_complex(qk.float().view(*qk.shape[:-1], -1, 2))
@@ -397,7 +397,7 @@ class LlamaDecoder:
         return self._head(normed).float()
 
     def _pack(self) -> None:
-        """Packs the weights unless they are packed; called before they are used."""
+        """Packs the weights, and describes the model to the kernels, unless already done; called before each use."""
         if not self._are_packed:
             for linear in self._linears:
                 linear.pack()
@@ -406,12 +406,12 @@ class LlamaDecoder:
                 return
             layers = (LayerOfKernel * len(self._layers))()
             for number, layer in enumerate(self._layers):
-                linears = map(FusedLinear.of_kernel, (layer.qkv, layer.output, layer.gate_up, layer.down))
+                linears = map(FusedLinear.for_kernel, (layer.qkv, layer.output, layer.gate_up, layer.down))
                 norms = map(address, (layer.input_norm, layer.mlp_norm, layer.qk_norm))
                 layers[number] = LayerOfKernel(*linears, *norms)
             sizes = len(layers), self._embedding.shape[1], self._num_heads, self._num_kv_heads, self._head_size
             addresses = address(self._embedding), address(self._final_norm)
-            self._of_kernel = ModelOfKernel(*sizes, self._intermediate, *addresses, layers, self._eps)
+            self._kernel_model = ModelOfKernel(*sizes, self._intermediate, *addresses, layers, self._eps)
 
     def _make_views(self, num_rows: int, num_tokens: int) -> None:
         keys, values = (cache[:, :num_rows, :, :num_tokens] for cache in (self._keys, self._values))
@@ -429,7 +429,7 @@ class LlamaDecoder:
             num_rows = max(num_rows, min(2 * old_rows, old_rows + 64))
         if num_tokens > old_tokens:
             num_tokens = max(num_tokens + _TOKEN_GROWTH, old_tokens * 5 // 4)
-            num_tokens = _stepped(num_tokens)
+            num_tokens = _rounded_up(num_tokens)
         self._allocate(max(num_rows, old_rows), max(num_tokens, old_tokens))
 
     def _has_capacity(self, num_rows: int, num_tokens: int) -> bool:
@@ -470,7 +470,7 @@ class LlamaDecoder:
         if family.has_qk_norm:
             layer.qk_norm = torch.zeros(heads + kv_heads, size, dtype=self._dtype, device=self._device)
             for name, part in (("q_norm", layer.qk_norm[:heads]), ("k_norm", layer.qk_norm[heads:])):
-                # All query heads have the same norm, and all key heads; `write` copies it to each.
+                # All query heads share one norm, and all key heads share one; `write` copies it to each head.
                 self._targets[f"{attention}{name}.weight"] = _Target(
                     self._interleaved(part.flatten()), self.shapes[f"{attention}{name}.weight"], is_spread=True
                 )
@@ -495,9 +495,9 @@ class LlamaDecoder:
         return buffer
 
     def _fused(self, prefixes: Sequence[str], sizes: Sequence[int], num_interleaved: int = 0) -> FusedLinear:
-        """Fuses projections of one input: makes one weight, and one bias if any of them has a bias.
+        """Fuses projections of the same input into one weight, and one bias if any projection has a bias.
 
-        The first `num_interleaved` are stored with the rows of each head interleaved. Where there is no bias, it is 0.
+        In the first `num_interleaved` projections, the rows of each head are interleaved. A missing bias is 0.
         """
         buffers: list[Tensor | None] = []
         views: dict[str, Tensor] = {}
@@ -538,7 +538,7 @@ def fast_decoder(
     """Returns a decoder for this model; None if it would not compute exactly what Hugging Face's model does.
 
     Args:
-        cache_bytes: limit on the key-values; None means half of a GPU's free memory, and no limit on a CPU.
+        cache_bytes: maximum size of the key-values; None means half of a GPU's free memory, or no limit on a CPU.
     """
     family = find_family(config)
     if family is None:
@@ -547,6 +547,6 @@ def fast_decoder(
     if device.type == "cuda" and cache_bytes is None:
         cache_bytes = torch.cuda.mem_get_info(device)[0] / 2
     if cache_bytes is not None:
-        log.info("Key-values of %d tokens fit into memory; other rows wait.", cache_bytes // decoder.token_bytes)
+        log.info("Memory holds the key-values of %d tokens; other rows wait.", cache_bytes // decoder.token_bytes)
     decoder.cache_bytes = cache_bytes
     return decoder

@@ -1,9 +1,9 @@
-"""Kernels: the compiled part of LocalEngine, for float32 on a CPU; its loops are in `kernels.cpp`.
+"""Kernels: calls LocalEngine's compiled loops in `kernels.cpp`, for float32 on a CPU.
 
-With few rows or a small model, a torch operation takes longer to call than to compute, and a step has many of them in
-each layer. Here a step is one call, which does not hold Python's GIL. At the first use, the system's C++ compiler
-builds the library for this processor into the user's cache, in a few seconds. Without a compiler, or if the library
-computes wrong products, torch computes everything.
+With few rows or a small model, a torch operation takes longer to call than to compute, and each layer needs many of
+them. Here a whole step is one call, which releases Python's GIL. On first use, the system's C++ compiler builds the
+library for this processor in a few seconds, and stores it in the user's cache folder. Without a compiler, or if the
+library computes wrong products, torch computes everything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerOfKernel(ctypes.Structure):
 
 
 class ModelOfKernel(ctypes.Structure):
-    """Sizes and weights of a model."""
+    """The sizes and weights of a model."""
 
     _fields_ = (
         *((name, _Count) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
@@ -77,8 +77,8 @@ class CacheOfKernel(ctypes.Structure):
 class Kernels:
     """Calls the functions of a library that was built from `kernels.cpp`.
 
-    A call divides its rows among up to `threads` threads; rows that fit in one tile get one thread. Tensors are float32
-    whatever torch's default dtype is, because Lightning with bf16-true changes it for all threads during a forward.
+    A call divides its rows among up to `threads` threads; rows that fit in one tile get one thread. Tensors are created
+    explicitly as float32, because Lightning's bf16-true changes torch's default dtype for all threads in a forward.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -95,13 +95,13 @@ class Kernels:
         )
 
     def pack(self, weight: Tensor) -> Tensor:
-        """Returns the packed form of a contiguous float32 weight [out, in]."""
+        """Returns a packed copy of a contiguous float32 weight [out, in]."""
         packed = torch.zeros(self._packed_size(*weight.shape), dtype=torch.float32)
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), False)
         return packed
 
     def unpack(self, packed: Tensor, weight: Tensor) -> None:
-        """Writes a packed weight into its plain form [out, in]."""
+        """Unpacks `packed` into `weight` [out, in]."""
         self._repack(weight.data_ptr(), *weight.shape, packed.data_ptr(), True)
 
     def linear(self, inputs: Tensor, weight: LinearOfKernel, added: Tensor | None = None) -> Tensor:
@@ -143,11 +143,11 @@ def _library() -> ctypes.CDLL | None:
         reason = f"{path} computes wrong products"
     except subprocess.SubprocessError as error:
         reason = f"{error} {getattr(error, 'stderr', None) or ''}".rstrip()
-    except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError without a home folder
+    except (OSError, AttributeError, RuntimeError) as error:  # RuntimeError if there is no home folder
         reason = str(error)
     log.warning(
-        "LocalEngine decodes only with torch's operations, several times slower for a small model, because its kernels "
-        "could not be built. Install a C++ compiler such as g++, or set CXX to one. %s",
+        "LocalEngine's kernels could not be built, so it uses torch's operations, which are several times slower for a "
+        "small model. Install a C++ compiler such as g++, or set CXX to one. %s",
         reason,
     )
     return None

@@ -3,8 +3,8 @@
 Reading order:
     process.py        one process: start, readiness, health check, stop
     model_process.py  a model server; each kind has a subclass
-    command.py        shared by all command lines: flags, devices, an environment without secrets
+    command.py        helpers for all command lines: flags, devices, an environment without secrets
     keeper.py         several processes; restarts those that exit or hang
 
-May import: what servers/ may, except sync/.
+May import: the same as servers/, except sync/.
 """

@@ -1,4 +1,4 @@
-"""Shared by the command lines of all servers: arguments as flags, devices, and an environment without secrets."""
+"""Helpers for the command lines of all servers: flags, devices, and an environment without secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """Returns a server's environment: the trainer's without secrets, nor package paths if it runs another Python."""
+    """Returns this process's environment without secrets, and without package paths if the server's Python differs."""
     paths = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
     return {name: value for name, value in os.environ.items() if name not in paths and not is_secret(name.upper())}
 
@@ -54,7 +54,7 @@ def gpus_of_servers(
         num: servers times `tp`.
         available: number of GPUs that torch sees.
         trainer: GPUs of the trainer's ranks on this machine.
-        placement: that of the engine.
+        placement: the engine's placement.
 
     Raises:
         ValueError: if there are too few GPUs.
@@ -73,6 +73,6 @@ def gpus_of_servers(
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """Returns the names of these GPUs in CUDA_VISIBLE_DEVICES, because torch counts only GPUs that are visible here."""
+    """Translates torch's GPU indices, which count only visible GPUs, into names for CUDA_VISIBLE_DEVICES."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

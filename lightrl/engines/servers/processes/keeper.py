@@ -36,7 +36,7 @@ def start_all(processes: Sequence[ServerProcess]) -> None:
         try:
             process.wait_ready()
         except EngineError:
-            if failed.is_set():  # another process failed first, whose error is raised
+            if failed.is_set():  # another process failed first, and its error is raised
                 return
             failed.set()
             end_all([other for other in processes if other is not process], 0.0)

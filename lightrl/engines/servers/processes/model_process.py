@@ -1,6 +1,6 @@
-"""ModelProcess: a model server as a child process: the Python that runs it, and its arguments.
+"""ModelProcess: runs a model server as a child process; finds its Python and makes its arguments.
 
-A server runs with the first of these Pythons that has its program: the given path, $LIGHTRL_…_PYTHON, this environment,
+The Python is the first of these: the given path; $LIGHTRL_…_PYTHON; this environment, if the server is installed in it;
 the environment that scripts/…_cpu/build.py built for this machine's CPU.
 """
 
@@ -27,9 +27,9 @@ class ModelProcess(ServerProcess):
     """A server that serves a model.
 
     Args:
-        model_folder: has config.json, and weights unless `args` has `load_format: dummy`; see `write_model_folder`.
+        model_folder: contains config.json, and weights without `load_format: dummy`; see `write_model_folder`.
         python: Python of an environment with this kind of server; None to use `find_python`.
-        args: the server's arguments by name, with `_` or `-`; see `flags`. They override the defaults.
+        args: the server's arguments, keyed by name with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
         seed: seed of the server's random number generator.
         settings: other arguments of ServerProcess.
@@ -87,9 +87,8 @@ class ModelProcess(ServerProcess):
         built = str(Path(cache).expanduser() / f"{kind}-cpu/bin/python")
         if is_built(built):
             return built, True
-        raise ValueError(
-            f"No Python with {cls.title} was found: {setting} is not set, and {built} does not exist. {how}"
-        )
+        problem = f"No Python with {cls.title} was found: {setting} is not set, and {built} does not exist. {how}"
+        raise ValueError(problem)
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,5 +108,5 @@ class ModelProcess(ServerProcess):
         """Returns the arguments for a model with this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Returns `environment_for` the Python; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
+        """Returns the environment; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -1,4 +1,4 @@
-"""ServerProcess: a server as a child process: start, readiness, health check, and a stop that leaves no orphans.
+"""ServerProcess: starts a server as a child process, checks its readiness and health, and stops it without orphans.
 
 Each kind of server has a subclass with its command line. `keeper.py` starts and restarts several.
 """
@@ -41,9 +41,9 @@ _TAIL_BYTES = 3000
 class HeldPort:
     """A port that is reserved on this machine until `close`.
 
-    A socket is bound to the port without listening. Linux then gives the port to no outgoing connection and to no
-    program that asks for any free port, but a server that sets SO_REUSEADDR can bind it; asyncio, uvicorn and
-    http.server do. Other systems would refuse that server too, so on these the port is not reserved.
+    A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
+    programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
+    can bind it. Other systems would refuse that server too, so there the port is not reserved.
 
     Args:
         host: the address that the server will listen on.
@@ -69,7 +69,7 @@ class HeldPort:
             self.close()
 
     def close(self) -> None:
-        """Releases the port. May be called twice."""
+        """Releases the port. Safe to call twice."""
         self._socket.close()
 
 
@@ -104,14 +104,14 @@ class ServerProcess:
             Its socket must set SO_REUSEADDR, as most servers do.
         host: address to listen on. Consider who can reach an address other than the loopback.
         port: None for a free port at each start, 0 for a free port that it keeps after the first start.
-        token: token that requests must have; None for a random one. It cannot start with `-`.
+        token: token that requests must carry; None for a random one. It cannot start with `-`.
         devices: the GPUs that it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
         log_file: file to which its output is appended; None for a file in a temporary folder.
-        startup_timeout_s: how long it may take until it is ready.
-        stop_timeout_s: how long it may take to exit before it is killed.
+        startup_timeout_s: maximum time from its start until it is ready.
+        stop_timeout_s: maximum time until it exits; then it is killed.
     """
 
-    secret_arguments: tuple[str, ...] = ()  # arguments whose value is the token, read from a file only for this user
+    secret_arguments: tuple[str, ...] = ()  # arguments whose value, the token, the server reads from a private file
     info_path = "/ready"  # a route that answers quickly; if the server has no /ready, status 200 here means ready
 
     def __init__(
@@ -167,7 +167,7 @@ class ServerProcess:
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
             if self._process is not None:
                 self._process.end(0)  # closes the pipe of a killed process
-            self._release()  # after the new port is held, so that it differs
+            self._release()  # after the new port is reserved, so that the two differ
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
@@ -230,7 +230,7 @@ class ServerProcess:
         return status == 200 or (status == 404 and self._status_of(self.info_path) == 200)
 
     def answers(self, within_s: float = _PROBE_TIMEOUT_S) -> bool:
-        """Whether the server answers HTTP at all: True even if it refuses, is starting or paused; False if it hangs."""
+        """Whether the server answers HTTP at all: True even if it refuses, is starting or is paused."""
         return self._status_of(self.info_path, within_s) is not None
 
     def exit_status(self) -> str:
@@ -275,7 +275,7 @@ class ServerProcess:
 
     def _write_secrets(self) -> Path:
         """Writes the token to a file, because all users of the machine can see command lines."""
-        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # only for this user
+        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # for this user only
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
         return Path(name)
@@ -338,7 +338,7 @@ def make_servers(
 
 
 def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
-    """Writes the config and a tokenizer, enough for a server to start without weights (`load_format: dummy`).
+    """Writes the config and a tokenizer, so that a server can start without weights (`load_format: dummy`).
 
     The config has no end token, because SGLang always stops at the end tokens of its config, and lightrl's requests
     name their stop tokens. Requests and answers are token ids, so the tokenizer has only one token; but without a

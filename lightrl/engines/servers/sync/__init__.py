@@ -1,4 +1,4 @@
-"""Weight syncs: sends weight versions to the servers and verifies them there.
+"""Weight syncs: the code that sends weight versions to the servers and verifies them there.
 
 Reading order:
     delivery.py           the transport that sends weights to the servers, and its settings
@@ -9,5 +9,5 @@ Reading order:
     served_adapters.py    loads adapters next to their base; adapter_versions.py  the versions that servers have
     verification.py       checks the parameters and digests of a load; cache_canary.py  checks that it emptied the cache
 
-May import: what servers/ may.
+May import: the same as servers/.
 """

@@ -1,7 +1,7 @@
 """AdapterVersions: the adapters that servers hold, one per weight version, and the requests that use them.
 
-SGLang 0.5.23 compares each tensor's SHA-256 with the one that the trainer sent, and crashes if they differ. It refuses
-a second adapter with the same name. Its prefix cache keeps adapters apart.
+SGLang 0.5.23 compares each tensor's SHA-256 with the trainer's, and crashes if they differ. It refuses a second adapter
+with the same name. Its prefix cache keeps the key-values of adapters separate.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Adapter:
-    """A version's tensors in host memory, for servers that return."""
+    """A version's tensors, kept in host memory for servers that return."""
 
-    tensors: Mapping[str, Tensor]  # by their names in peft
+    tensors: Mapping[str, Tensor]  # peft's name → tensor
     checksums: Mapping[str, str]
 
     @classmethod
@@ -55,7 +55,7 @@ class Adapter:
 
 
 class AdapterClient(Protocol):
-    """The methods of a server client that load adapters; SGLangClient has them."""
+    """The methods of a server client that load adapters; SGLangClient implements them."""
 
     async def adapters(self) -> list[str]: ...
 
@@ -72,9 +72,9 @@ class AdapterClient(Protocol):
 class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
-    fleet: ServerFleet  # its weight version is that of the base
+    fleet: ServerFleet  # its weight version is the base's
     form: ServedForm
-    timeout_s: float  # for each request, and for the requests of a removed version to finish
+    timeout_s: float  # limit for each request, and for a removed version's requests to finish
     newest: int = -1
     _adapters: dict[int, Adapter] = field(default_factory=dict)  # weight version → adapter, oldest first
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version → id and server of its requests
@@ -103,7 +103,7 @@ class AdapterVersions(ServedVersions):
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Records a version that all routable servers have; drops and returns old ones, and aborts their requests."""
+        """Records a version that all routable servers have; drops old versions, aborts their requests, returns them."""
         self._adapters.pop(version, None)  # it may exist if this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
@@ -133,15 +133,15 @@ class AdapterVersions(ServedVersions):
             await self.give(server, version, adapter, await in_thread(payload_of, dict(adapter.tensors)))
 
     async def remove(self, version: int) -> None:
-        """Unloads a version after its last request has finished; before that, it would delay other updates."""
+        """Unloads a version after its last request has finished; unloading it earlier would delay other updates."""
         deadline = time.monotonic() + self.timeout_s
         while (requests := self._in_use.get(version)) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_S)
         self._in_use.pop(version, None)
         if requests:
             log.warning(
-                "%d requests with adapter %s still run timeouts.sync_s=%g s after they were aborted, on %s. The next "
-                "load removes the adapter.",
+                "%d requests with adapter %s are still running timeouts.sync_s=%g s after they were aborted, on %s. "
+                "The next load removes the adapter.",
                 len(requests),
                 name_of(version),
                 self.timeout_s,

@@ -2,7 +2,7 @@
 
 Key-values of old weights must not be used with new weights. Each request has a cache key made of the run and the weight
 version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again,
-so only the cache flush protects it. So the canary is generated before a load, and again after it under the *old* key:
+so only the cache flush protects it. The canary is generated before a load, and again after it under the *old* key. Then
 none of its tokens may be in the cache.
 """
 
@@ -32,10 +32,10 @@ class CacheCanary:
     fleet: ServerFleet  # makes the cache keys
     vocab_size: int
     max_context: int | None = None  # tokens; None for no limit
-    timeout_s: float = 3600.0  # for a canary after a load, when it waits behind other requests
+    timeout_s: float = 3600.0  # limit for a canary after a load; it may wait behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
-        """Starts a canary on each server, under the key of this version; returns the tasks by address."""
+        """Starts a canary on each server, under this version's key; returns the tasks by address."""
         return {server.url: asyncio.ensure_future(self._generate(server, weight_version)) for server in servers}
 
     async def settle(self, starting: dict[str, asyncio.Task[int]]) -> list[str]:
@@ -53,8 +53,8 @@ class CacheCanary:
     async def check(self, server: Server, weight_version: int) -> str | None:
         """Returns None if a load has emptied the server's cache, otherwise why the server must get no more requests.
 
-        A cache that was not emptied is first flushed, when the server is idle, and checked again. `weight_version` is
-        the version before the load.
+        If the cache was not emptied, it is flushed once the server is idle, and checked again. `weight_version` is the
+        version before the load.
         """
         try:
             num_cached = await self._generate(server, weight_version)

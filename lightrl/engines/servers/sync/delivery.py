@@ -45,7 +45,7 @@ TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings for sending weights; its loader sends whole weights, with added parameters merged in."""
+    """The settings for sending weights. Its loader sends whole weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
@@ -61,9 +61,8 @@ class WeightDelivery:
     def check(self) -> None:
         """Raises ValueError if this machine cannot use the transport."""
         if self.transport in self.gpu_transports and not torch.cuda.is_available():
-            raise ValueError(
-                f"transport={self.transport!r} needs a GPU, but torch finds none. Use another transport, such as disk."
-            )
+            problem = f"transport={self.transport!r} needs a GPU, but torch finds none. Use disk, for example."
+            raise ValueError(problem)
 
     def check_reach(self, urls: Sequence[str]) -> None:
         """Raises ValueError if this transport cannot reach these servers."""
@@ -74,9 +73,8 @@ class WeightDelivery:
         except EngineUnreachable:
             return  # the engine waits for the server, and fails if it never answers
         if remote and self.transport in ("tensor", "cuda_ipc"):
-            raise ValueError(
-                f"transport: {self.transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk."
-            )
+            problem = f"transport: {self.transport} needs servers on this machine; {remote[0]} is elsewhere. Use disk."
+            raise ValueError(problem)
         if remote and self.transport == "disk" and self.weight_folder is None:
             raise ValueError(
                 f"{remote[0]} is on another machine and cannot read this machine's temporary folder. Set weight_folder "

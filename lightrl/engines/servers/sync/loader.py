@@ -1,7 +1,7 @@
 """WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that returns.
 
 The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. In a
-colocated engine, `release_memory` frees the memory of servers for the trainer until the next load.
+colocated engine, `release_memory` frees the servers' memory for the trainer until the next load.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WeightLoader:
     sync: ServerSync
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
-    dtype: torch.dtype | None = None  # of the weights that are sent; None for the trainer's dtype
+    dtype: torch.dtype | None = None  # dtype of the weights that are sent; None: the trainer's dtype
     is_colocated: bool = False  # whether the servers release their memory for the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
@@ -61,11 +61,11 @@ class WeightLoader:
 
     @property
     def weight_version(self) -> int:
-        """The version of all routable servers."""
+        """The weight version on all routable servers."""
         return self.fleet.weight_version
 
     def verified_by(self) -> dict[str, Verification]:
-        """Returns the check that each routable server's weights passed, by address."""
+        """Returns which check each routable server's weights passed, keyed by address."""
         return {server.url: server.verified_by for server in self.fleet.in_state("routable")}
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
@@ -132,7 +132,7 @@ class WeightLoader:
                 self.home.call(self._release_memory(), self.timeouts.sync_s)
 
     def close(self) -> None:
-        """Stops loads, from another thread; colocated servers that outlive the engine resume their memory."""
+        """Stops loads; colocated servers that outlive the engine get their memory back. Called from another thread."""
         self._is_over = True
         if self.is_colocated:
             with contextlib.suppress(EngineError):  # the servers are stopping too, or `lose` has reported them
@@ -147,9 +147,9 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """Checks the buckets and yields them in the form that servers hold.
+        """Checks the buckets and yields them as servers store them, quantized if necessary.
 
-        Computes digests of the buckets, and of files from other ranks, which it reads back.
+        Computes digests of the buckets, and of files that other ranks wrote, which it reads back.
         """
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
@@ -169,7 +169,7 @@ class WeightLoader:
         await self.members.drain(server)
 
     async def _prepare_load(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part in the load, and (address → reason) why the others do not."""
+        """Returns the servers that take part in the load, and for each other address the reason why it does not."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
@@ -187,9 +187,10 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads what a returning server needs besides the weights; in this class, nothing."""
+        """Loads whatever a returning server needs besides the weights; in this class, nothing."""
 
     async def _identify(self, server: Server) -> None:
+        """Updates `info`; a known server that now lacks a required argument is lost and excluded from loads."""
         is_known = server.info is not None
         self._refused.discard(server)
         try:
@@ -231,6 +232,7 @@ class WeightLoader:
             self.members.lose(server, problem)
 
     async def _finish_load(self, servers: Sequence[Server], report: SyncReport | None) -> None:
+        """Updates each server's state from the outcome of its load, and lets requests continue."""
         for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"
@@ -248,7 +250,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """After an interrupted sync, admits a server again if it reports the previous version; otherwise it is lost."""
+        """After an interrupted sync, admits a server again if it reports the previous version, or else loses it."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

@@ -2,8 +2,8 @@
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-It knows nothing about the servers: the trainer sends it a version while they generate, and then lets them load its
-folder. weights/delta_folder.py describes its checks and files. All routes except /ready require the token.
+The receiver does not talk to the servers. The trainer sends it a version while they generate, and then lets them load
+its folder. weights/delta_folder.py describes its checks and files. All routes except /ready require the token.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Receiver:
             except (ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             except OSError as error:
-                problem = f"The folder {self.folder.root} failed: {error}. Start the receiver with another --folder."
+                problem = f"The folder {self.folder.root} failed: {error}. Start the receiver with a new --folder."
             return web.json_response({"error": problem})
 
         return handle

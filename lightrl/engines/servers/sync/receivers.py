@@ -15,7 +15,7 @@ from lightrl.weights.delta_folder import folder_in_memory
 
 
 class Receivers:
-    """Receivers given by address, or one that is started on this machine."""
+    """Receivers given by address, or one receiver that is started on this machine."""
 
     def __init__(self) -> None:
         self.urls: list[str] = []
@@ -34,7 +34,7 @@ class Receivers:
             self.urls.append(url)
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
-        """Starts a receiver that listens on `host`. Its folder outlives it, so a restarted one has the weights."""
+        """Starts a receiver that listens on `host`. Its folder outlives it, so it has the weights after a restart."""
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", host, "--port", "{port}"]
         self._process = ServerProcess(

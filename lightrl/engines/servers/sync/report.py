@@ -1,4 +1,4 @@
-"""SyncServers: the servers that still take part in a weight sync; SyncReport: its outcome for each server."""
+"""SyncServers, the servers that still take part in a weight sync; SyncReport, its outcome for each server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """The outcome for each server: it serves a version, or it is lost. Keys are addresses."""
+    """The outcome of a sync for each server, which serves a version or is lost. Keys are addresses."""
 
     weight_version: int  # the version to load
     previous_version: int | None = None  # the version that the servers had before; None if it is not this run's
@@ -40,7 +40,7 @@ class SyncReport:
 
 
 class SyncFailed(WeightSyncError):
-    """No server has the new weights; `report` says which serve the old ones and which are lost."""
+    """No server has the new weights; `report` says which servers have the old weights and which are lost."""
 
     def __init__(self, message: str, report: SyncReport) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class SyncFailed(WeightSyncError):
 
 
 class SyncUndone(SyncFailed, WeightSyncUndone):
-    """No server has the new weights, and some serve the old ones."""
+    """No server has the new weights, but some serve the old weights."""
 
 
 class SyncServers:

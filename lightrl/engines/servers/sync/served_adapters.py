@@ -1,4 +1,4 @@
-"""AdapterDelivery: sends adapters to servers that have the base: one per weight version, each under its own name.
+"""AdapterDelivery: sends adapters to servers that hold the base, one per weight version, under a name per version.
 
     base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
@@ -53,7 +53,7 @@ class AdapterLoader(WeightLoader):
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the base, if the buckets contain it after the adapters, and then the adapters.
+        """Loads the base, if it follows the adapters in the buckets, and then the adapters.
 
         Raises:
             WeightSyncError: if names or shapes differ from the first load, or no server accepts the adapters.
@@ -77,7 +77,7 @@ class AdapterLoader(WeightLoader):
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         if not tensors:
-            raise WeightSyncError("The load has no adapters. Every load must have the same adapters as the first.")
+            raise WeightSyncError("The load contains no adapters. Every load must contain the adapters of the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name
@@ -110,7 +110,7 @@ class AdapterDelivery(WeightDelivery):
     """Sends the base once, and then only the adapters of each version."""
 
     loader_type = AdapterLoader
-    form: ServedForm | None = None  # form of the adapters on servers; set by `expect_policy`
+    form: ServedForm | None = None  # how servers hold the adapters; set by `expect_policy`
 
     def check_loads_whole(self, setting: str) -> None:
         raise ValueError(f"{setting} needs adapters='merged'. Set that, or omit {setting}.")

@@ -1,4 +1,4 @@
-"""ServerSync: loads new weights into servers, so that each token has the version that sampled it.
+"""ServerSync: loads new weights into servers, so that each token is tagged with the version that sampled it.
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
     folder,    no token from     since    buckets; the    version and     tokens of the
@@ -35,7 +35,7 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket
 
-BLOCKED_S = 60.0  # an event loop that runs nothing for this long is blocked
+BLOCKED_S = 60.0  # an event loop that does not react for this long counts as blocked
 
 
 class BucketFeed:
@@ -61,7 +61,8 @@ class BucketFeed:
         self._taken.clear()
         if self._is_stopped:
             return False
-        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)  # a copy: the iterator empties `bucket`
+        # A copy, because the iterator empties `bucket`.
+        self._next = Bucket(dict(bucket.tensors), bucket.is_last, bucket.files)
         wake_up(self._loop, self._changed.set)
         wait_while_running(self._loop, self._taken)  # `stop` ends the wait when the coroutine is done
         return not self._is_stopped
@@ -96,9 +97,8 @@ class BucketFeed:
             try:
                 await asyncio.wait_for(self._changed.wait(), self.timeout_s)
             except TimeoutError as error:
-                raise WeightSyncError(
-                    f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
-                ) from error
+                problem = f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
+                raise WeightSyncError(problem) from error
         self._taken_bucket, self._next = self._next, None
         self._taken.set()
         return self._taken_bucket
@@ -124,9 +124,8 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
     """Returns the error of a sync whose event loop has stopped."""
     cause = f"The rollout thread died: {deaths[loop]!r}" if loop in deaths else "The log says why"
-    return WeightSyncError(
-        f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
-    )
+    problem = f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
+    return WeightSyncError(problem)
 
 
 log = logging.getLogger(__name__)
@@ -136,12 +135,12 @@ _LAST_RESUME_S = 10.0  # deadline for resuming servers after a cancelled sync
 
 @dataclass(eq=False)
 class ServerSync:
-    """Loads versions into servers."""
+    """Loads weight versions into servers."""
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
     verify: bool = True  # whether to check each server's version, and its parameters as far as possible
-    verifier: WeightVerifier | None = None  # has digests of the sent weights; None compares servers with each other
+    verifier: WeightVerifier | None = None  # holds digests of the sent weights; None: compares servers with each other
     canary: CacheCanary | None = None  # checks that a load has emptied the prefix caches
 
     async def load(
@@ -197,10 +196,10 @@ class ServerSync:
     def load_from_thread(
         self, home: HomeLoop, servers: Sequence[Server], buckets: Iterable[Bucket] | None, **settings: Any
     ) -> SyncReport:
-        """Runs `load` on the home loop with buckets gathered by the calling thread, which must not be the loop's.
+        """Runs `load` on the home loop, with buckets that the calling thread gathers; called from another thread.
 
-        Gathers a bucket while the previous one is sent, so at most two are in memory. Raises an error of `buckets`,
-        which ends the sync.
+        Gathers a bucket while the previous one is sent, so at most two are in memory. An error from `buckets` ends the
+        sync and is raised.
         """
         loop = home.loop
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
@@ -261,7 +260,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Context in which the servers generate canaries if they have the previous version."""
+        """Context manager inside which servers generate canaries, if they have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -273,7 +272,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Context that checks whether servers still have the last load's weights; the next load repairs others."""
+        """Context manager that runs `_check_old_weights` for all servers; the new load repairs wrong weights."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
         is_known = version is not None and version != report.weight_version and sync.has_old_weights
@@ -287,6 +286,7 @@ class ServerSync:
                 check.cancel()
 
     async def _check_old_weights(self, server: Server, report: SyncReport) -> None:
+        """Warns if a server no longer has the weights of the last load."""
         assert self.verifier is not None
         assert report.previous_version is not None
         with contextlib.suppress(EngineError):  # the load reports the problem
@@ -294,8 +294,8 @@ class ServerSync:
             check, problem = self.verifier.verify(server, report.previous_version, ranks)
             if check is None:
                 log.warning(
-                    "%s changed its weights after the last load: %s. Some tokens of that version may come from other "
-                    "weights. It gets the new version now.",
+                    "%s changed its weights after the last load: %s. Some tokens of that version may come from "
+                    "different weights. The server gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -309,6 +309,7 @@ class ServerSync:
         return await _resume_servers(sync)
 
     async def _transfer(self, sync: SyncServers, buckets: AsyncIterator[Bucket] | None, weight_version: int) -> int:
+        """Loads the buckets, or the version that the transport holds, into the paused servers."""
         has_bracket: dict[Server, bool] = {}
         if self.transport.needs_bracket:
             has_bracket = await sync.ask(_begin_update)
@@ -357,7 +358,7 @@ async def _resume_servers(sync: SyncServers) -> list[str]:
 
 
 async def _begin_update(server: Server) -> bool:
-    """Begins a weight update; if a crashed trainer has left one open, ends that first."""
+    """Begins a weight update; if a crashed trainer has left an update open, ends that one first."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

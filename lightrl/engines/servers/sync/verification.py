@@ -1,4 +1,4 @@
-"""ParameterCheck: is a load complete and finite? WeightVerifier: do the digests of servers equal the trainer's?"""
+"""ParameterCheck checks that a load is complete and finite; WeightVerifier compares digests with the trainer's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ParameterCheck:
         self._first: dict[str, list[int]] | None = None  # shapes of the first load's parameters
 
     def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yields the buckets of a load; yields the last one, which sets the version, only if all parameters are right.
+        """Yields the buckets of a load; yields the last one, which sets the version, only if all parameters are valid.
 
         Raises:
             WeightSyncError: if a parameter is missing, new, duplicated, has a different shape, or is not finite.
@@ -70,17 +70,17 @@ class ParameterCheck:
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
-    A server whose digests could be compared once but no longer can is rejected, so weaker checks never replace digests
-    silently. The log says once per server if a weaker check is used.
+    A server whose digests could be compared before, but no longer can, is rejected, so a weaker check never silently
+    replaces digests. If a weaker check is used, the log says so once per server.
     """
 
-    config: PretrainedConfig  # the policy's
+    config: PretrainedConfig  # the policy's config
     form: ServerForm  # dtype and names of the weights that are sent
     timeout_s: float = 600.0  # for the digests of a bucket
     _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
-        """Returns digests to compare with those of servers after a load; keeps them for late servers and rollbacks."""
+        """Returns the object that computes a load's digests; keeps it for comparison, late servers and rollbacks."""
         layouts: dict[ServerLayout, None] = {}
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
@@ -129,6 +129,7 @@ class WeightVerifier:
     def _compare(
         self, server: Server, weight_version: int, ranks: RankDigests | None
     ) -> tuple[Verification | None, str]:
+        """Compares the digests as `verify` does, without regard to earlier results."""
         info = server.info
         if info is None or weight_version not in self._versions:
             return "version", f"the digests of version {weight_version} are unknown"
@@ -192,7 +193,7 @@ class WeightVerifier:
 async def verify_servers(
     sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
 ) -> dict[str, Verification]:
-    """Returns the check that each server passed; servers with a wrong version or wrong parameters are lost."""
+    """Returns which check each server passed; servers with a wrong version or wrong parameters are lost."""
     infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
     for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
@@ -221,7 +222,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with the majority of servers that have as many ranks, if there are others."""
+    """Returns whether each server agrees with most servers with as many ranks; skips a server without such peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

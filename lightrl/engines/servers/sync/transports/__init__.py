@@ -1,10 +1,10 @@
 """How the bytes of a weight version reach the servers, including servers that need them later.
 
-transport.py  WeightTransport, the interface for a sync; Streaming, for transports that send bucket by bucket. Also:
-              a folder that trainer and servers share, written while servers generate; shared memory on one host, and
-              memory of the trainer's GPUs (not tested yet), both of which use a pickle
-broadcast.py  a process group of the trainer's rank 0 and all servers; NCCL, or gloo on the CPU
-delta.py      sends the changes to a receiver on each server host, where servers load the result
+transport.py  WeightTransport, the interface; Streaming, the base of transports that send bucket by bucket; and three
+              transports: through a folder that trainer and servers share, through shared memory on one host, and
+              through memory of the trainer's GPUs (not tested yet). The last two use a pickle
+broadcast.py  broadcasts in a process group of the trainer's rank 0 and all servers, with NCCL, or gloo on the CPU
+delta.py      sends only the changes, to a receiver on each server host, where servers load the result
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class BroadcastTransport(Streaming):
     """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
 
     The group is formed at the first sync, and again when the set of servers changes. If a server dies during a
-    transfer, or hangs for `transfer_timeout_s`, the group breaks; the others then get all weights from the copy, in a
-    new group. The deadline applies to each bucket, and to forming the group.
+    transfer, or hangs for `transfer_timeout_s`, the group breaks; the other servers then get all weights from the copy,
+    in a new group. The deadline applies to each bucket, and to forming the group.
 
     The group's store listens at `trainer_host`, by default this machine's address on the route to the servers, on a
     port that is open only at this address. The group's name is a secret.
@@ -152,18 +152,17 @@ class BroadcastTransport(Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # Silent servers are lost; if there are none, the first that failed, because it made the others fail.
+        # Silent servers are lost. If there are none, the first server that failed is lost: it made the others fail.
         for server in receiving.silent or failed[:1]:
             servers.lose(server, receiving.lost[server.url])
         servers.silent |= receiving.silent
         await self._leave(servers)
-        raise WeightSyncError(
-            f"the group broke: {'; '.join(receiving.lost.values()) or sending.exception()}"
-        ) from sending.exception()
+        problem = "; ".join(receiving.lost.values()) or sending.exception()
+        raise WeightSyncError(f"the group broke: {problem}") from sending.exception()
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Limits a step that may miss its own deadline, for example NCCL on a hung device."""
+    """Limits the time of a step that may miss its own deadline, for example NCCL on a hung device."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""DeltaTransport: sends only the changes, to a receiver on each server host, where servers load the result."""
+"""DeltaTransport: sends only the changes to a receiver on each server host; the servers load its result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IN_FLIGHT = 4  # parts in flight: enough to hide round trips, few enough to lim
 _POLL_S = 0.2  # interval between requests to a receiver that is starting
 
 Answer = dict[str, Any]
-Answers = dict[str, Answer]  # address → answer, which has `error` if the receiver failed
+Answers = dict[str, Answer]  # address → answer, which contains `error` if the receiver failed
 
 
 class DeltaTransport(WeightTransport):
@@ -102,7 +102,7 @@ class DeltaTransport(WeightTransport):
     async def _begin_sending(
         self, receivers: _Receivers, urls: Sequence[str], base: Version
     ) -> tuple[_Sending, _Sending]:
-        """Begins two uploads: to the receivers that have the base, and to those that need the whole version."""
+        """Begins two uploads: of the delta to receivers that have the base, and of the whole version to the others."""
         states = await self._states(receivers, urls)
         reached = [url for url, state in states.items() if "error" not in state]
         has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
@@ -222,7 +222,7 @@ class _Receivers:
         if not isinstance(state, dict) or "protocol" not in state:
             return {"error": f"This is not a weight receiver. {RECEIVER_HELP}"}
         if (protocol := state["protocol"]) != PROTOCOL:
-            return {"error": f"It has protocol {protocol}, not {PROTOCOL}. Install the trainer's lightrl there."}
+            return {"error": f"It uses protocol {protocol}, not {PROTOCOL}. Install the trainer's lightrl there."}
         return state
 
     def _connect(self, url: str) -> Connection:
@@ -232,7 +232,7 @@ class _Receivers:
 
 
 class _Sending:
-    """The upload of a version to some receivers, part by part; a delta if there is a base."""
+    """The upload of a version to some receivers, part by part; with a base, only the delta is sent."""
 
     def __init__(self, receivers: _Receivers, urls: Sequence[str], base: str) -> None:
         self.urls = list(urls)  # receivers that have not failed

@@ -30,11 +30,11 @@ class WeightTransport(Protocol):
     needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much as possible while the servers still generate; on WeightSyncError they are untouched."""
+        """Does as much as possible while the servers still generate; on WeightSyncError, servers are untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Loads the version into all servers that are left, which are paused; returns the number of bytes sent."""
+        """Loads the version into the remaining servers, which are paused; returns the number of bytes sent."""
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
@@ -97,9 +97,10 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends a bucket to all servers; the last bucket has a `version` and also flushes the servers' caches."""
+        """Sends a bucket to all servers; the last one comes with a `version` and also flushes the servers' caches."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
+        """Sends the buckets to all servers; returns the number of bytes."""
         num_bytes = 0
         async for bucket in buckets:
             servers.check_some_left()
@@ -175,7 +176,7 @@ class DiskTransport(WeightTransport):
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         folder = self.folder.path_of(weight_version)
-        # Otherwise SGLang would read the bad folder again in its rollback, and crash.
+        # Without this check, SGLang would read a bad folder again in its rollback, and crash.
         if not await self._on_disk(servers, is_whole, folder):
             raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
         await servers.ask(
@@ -192,7 +193,7 @@ class DiskTransport(WeightTransport):
         except TimeoutError as error:
             raise WeightSyncError(
                 f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
-                f"{servers.timeout_s:g}. A network folder may hang. Check it, or set another weight_folder."
+                f"{servers.timeout_s:g}. A network folder may hang. Check it, or set a different weight_folder."
             ) from error
 
     def holds(self, weight_version: int) -> bool:
