@@ -39,7 +39,7 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or not: 5 % beyond against 1 %
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or within: 5 % beyond against 1 %
 NUM_TOKENS = 256  # trained tokens to check
 
 
@@ -51,7 +51,7 @@ class AnswerCheck:
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
-        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if a group may share what was sampled
+        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if trajectories may share samples
         self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
@@ -98,7 +98,7 @@ class AnswerCheck:
             evidence += sums[4:]
             if num := int(sums[0]):
                 difference, bias, entropy = (sums[1:4] / num).tolist()
-                name = "the present weights" if version == current else f"weight version {version}"
+                name = "the current weights" if version == current else f"weight version {version}"
                 check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
         copies = ranks.total(torch.tensor([self._copies_nats]), "max")
         if copies.isfinite() and _has_every_sample(trainer, module, minibatch):
@@ -139,7 +139,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest difference.
 
-    The sums: number, differences without and with their signs, entropy, evidence for too likely and unlikely tokens.
+    The sums: number of tokens, absolute and signed differences, entropy, evidence for too likely and unlikely tokens.
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
@@ -185,7 +185,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    # The first E leaves out the other tokens, the least likely, so that it is not too small where none is sampled.
+    # For λ, E leaves out the other tokens, which are the least likely, so that it is not too small if none is sampled.
     other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
     chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
     border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token

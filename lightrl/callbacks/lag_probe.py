@@ -23,7 +23,7 @@ from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
 EVERY = 10  # every tenth version starts a measurement of the lag over η versions
-MIN_ROWS, NUM_TOKENS = 4, 128  # rows and trained tokens to measure; short completions take more rows
+MIN_ROWS, NUM_TOKENS = 4, 128  # minimum rows and tokens to measure; short completions need more rows
 MAX_FRACTION = 1 / 4  # at most this share of the trajectories
 MAX_TOKENS = 1024  # only this many tokens from the start of each trajectory
 
@@ -62,7 +62,7 @@ class LagProbe:
         self._waiting: deque[_Snapshot] = deque()  # until they are η versions old
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
-        """Keeps some trajectories of this iteration's groups, on rank 0, which has their tokens."""
+        """Keeps some of this iteration's trajectories on rank 0, which has their tokens."""
         if trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = choose_rows(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
@@ -100,7 +100,7 @@ def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_
 
 
 def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
-    """Returns KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
+    """Returns KL(before ‖ after) in nats per token, by k3, from tokens that an older policy sampled; logprobs [N].
 
     A token that the policy before the step would rarely sample counts less: its weight is before ÷ behavior, at most 1.
     """

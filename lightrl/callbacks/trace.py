@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _BARRIERS = 8  # number of barriers that measure the offset of a rank's clock
 _TIMEOUT_S = 60.0  # wait for the slowest rank at the end
-_LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning are left out
+_LEAST_NS = 1_000_000  # shorter Lightning callbacks and hooks are left out
 _EVENT_S = 2e-6  # cost of recording one event
 _MIB = 2**20
 
@@ -157,7 +157,7 @@ class Trace(RLCallback):
         )
 
     def _watch_profiler(self, trainer: Any) -> None:
-        """Wraps the profiler, to which Lightning and the loop report their steps, to record these steps."""
+        """Wraps the profiler to record the steps that Lightning and the loop report to it."""
         profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
@@ -231,7 +231,7 @@ def _offset_ns(ranks: Ranks) -> int:
 
 
 def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, int]]:
-    """Returns role → kind → bytes of the role's model on this rank; the first role counts shared parameters."""
+    """Returns role → kind → bytes of the role's model on this rank; shared parameters count for the first role."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     counted_ids: set[int] = set()
     result: dict[str, dict[str, int]] = {}

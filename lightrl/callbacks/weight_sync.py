@@ -1,4 +1,4 @@
-"""WeightSync: brings the trainer's weights to the engine, so that rollouts come from the policy being trained."""
+"""WeightSync: loads the trainer's weights into the engine, so that rollouts come from the policy being trained."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class WeightSync(RLCallback):
             least `every_n_iterations - 1`.
         verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
             copies of η + 1 versions of the trained parameters in host memory (see answer_check.py). `all` compares all
-            trajectories with the trainer's logprobs, not a few: one more forward pass.
+            trajectories, not only a few, with the trainer's logprobs, which takes one more forward pass.
     """
 
     def __init__(self, every_n_iterations: int = 1, verify: bool | Literal["all"] = True) -> None:
@@ -127,10 +127,10 @@ class WeightSync(RLCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(pl_module, RLModule) and colocated_engine(rl_trainer := cast("RLTrainer", trainer)) is not None:
             check_no_overlap(rl_trainer.rollout.settings.max_staleness)
-        self._ensure(trainer, pl_module)
+        self._load_if_missing(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ensure(trainer, pl_module)
+        self._load_if_missing(trainer, pl_module)
 
     on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
@@ -169,7 +169,7 @@ class WeightSync(RLCallback):
         self._probe.reset()
         self._lag, self._answer_check = LagProbe(), AnswerCheck(self.verify == "all")  # frees the copies of weights
 
-    def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _load_if_missing(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the current version unless the engine has it, so that validation measures the current policy."""
         if not isinstance(module, RLModule):
             return
