@@ -108,8 +108,8 @@ class ReadAhead(Generic[Item]):
 class Windows:
     """Batches of the rows that are not dropped, epoch after epoch.
 
-    A window is the next `BATCHES * batch_size` such rows. Its start is known only when the window before it has been
-    read, so the checkpoint stores it.
+    A window is the next `BATCHES * batch_size` such rows. Its start is known only after the previous window has been
+    read, so the checkpoint stores the start.
     """
 
     read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped row, ValueError for a bad one
@@ -166,7 +166,7 @@ class Windows:
 
 
 class ChatSettings(SharedPromptSettings, total=False):
-    """The further arguments of SFTDataModule, for type checkers."""
+    """The additional arguments of SFTDataModule, for type checkers."""
 
     prompt_column: str
     answer_column: str | None
@@ -184,7 +184,7 @@ class CompletionDataModule(PromptDataModule):
 
     A completion is text, a message, a message's parts, or messages: the policy's turn, optionally followed by other
     messages and more turns. All turns are trained on. If all completions are whole chats, their common first
-    messages are the prompt, and no prompt column is needed; if there is one, the chats must begin with its messages.
+    messages are the prompt, and no prompt column is needed. If there is one, the chats must begin with its messages.
 
     Args:
         train, validation, test: as in PromptDataModule.

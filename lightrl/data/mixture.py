@@ -25,7 +25,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.trajectory import JsonObject
 
-_CYCLE = 1000  # shares are exact to a thousandth
+_CYCLE = 1000  # shares are rounded to thousandths
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def sources_of(source: Source | None) -> list[DataSource]:
 class MixtureOrder:
     """Maps each position to a row, an index into the concatenated rows of all sources.
 
-    The sources' turns are spread evenly, so in any range of positions the shares are right to about one row. A single
-    source yields one `epoch_order` after another.
+    The sources' turns are spread evenly, so in any range of positions the shares are correct to within about one row. A
+    single source yields one `epoch_order` after another.
     """
 
     sizes: Sequence[int | None]  # rows of each source; None for a streamed source, which orders its rows itself
@@ -151,7 +151,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Returns each source's number of turns per cycle, at least 1, by largest remainders and divided by their gcd."""
+    """Returns each source's turns per cycle, at least 1, rounded by largest remainders and divided by their gcd."""
     total = sum(weights)
     exact = [weight / total * _CYCLE for weight in weights]
     shares = [max(1, int(share + 1e-9)) for share in exact]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 10_000  # up to this many train rows are all checked at the start
-NUM_CHECKED = 1_000  # how many of the first rows to check if there are more; ROWS_AT_ONCE if they are streamed
+NUM_CHECKED = 1_000  # number of first rows to check if there are more; ROWS_AT_ONCE if they are streamed
 
 Split = Literal["train", "validation", "test"]
 
@@ -92,16 +92,16 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
             makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
-            None only for a subclass with its own `make_prompts`, or without training.
+            None is only for a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
-        prompt_column: the prompt's text, or a list of chat messages. Any column may be a dotted path, like
+        prompt_column: has the prompt's text, or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
         image_column: an image or a list of images for a policy that reads images: paths (relative to the data file's
             folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
-        answer_column: a column that every row must have, for the reward; None requires none.
+        answer_column: a column that the reward needs, so that every row must have it; None requires no column.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: a Jinja file or the template itself; replaces the tokenizer's for the whole run and in the
@@ -112,7 +112,7 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
         prompt_overflow: what to do with a longer prompt: raise an `error` before training, or `drop` and log it.
-        shuffle: reorder the train prompts in each epoch, by (seed, epoch).
+        shuffle: reorder the train prompts in each epoch; the order depends only on (seed, epoch).
         seed: determines the order; None uses the seed of `seed_everything`, or 0.
     """
 
@@ -389,7 +389,7 @@ class PromptDataModule(L.LightningDataModule):
                         f"No row of {rows.source.source!r} passes the filters. Remove the source, or loosen the "
                         "filters."
                     )
-            _warn_of_repeats(prompts.checked, self.prompts["validation"].checked)
+            _warn_about_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and would warn about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -462,8 +462,8 @@ class PromptDataModule(L.LightningDataModule):
         return type(self).make_prompts is PromptDataModule.make_prompts
 
 
-def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
-    """Warns of repeated train prompts, and of validation prompts that are also train prompts, if all were checked."""
+def _warn_about_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
+    """Warns about repeated train prompts, and validation prompts that are also train prompts, if all were checked."""
     if train is None or validation is None:
         return
     num, contents = len(train.contents), set(train.contents)

@@ -1,9 +1,9 @@
 """Sources that can only be read in order, for example a hub dataset that is not downloaded.
 
 Rows are read in blocks of `block_rows` consecutive rows; the last block of a pass over the source may be shorter. With
-`shuffle`, each pass shuffles the shards, and each block its rows. A row's number, counted over all passes, determines
-the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The checkpoint
-stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
+`shuffle`, the shards are shuffled in each pass, and the rows in each block. A row's number, counted over all passes,
+determines the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The
+checkpoint stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class StreamedRows(SourceRows):
         return None
 
     def key_at(self, number: int) -> StreamedRow:
-        """Reads to the end of the row's block; waits for the source."""
+        """Reads up to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
                 self._go_to(Mark())
@@ -147,7 +147,7 @@ class StreamedRows(SourceRows):
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Yields blocks in the order of the source, each with the next block's mark; a pass may end in an empty one."""
+        """Yields blocks in the order of the source, each with the next block's mark; the last may be empty."""
         max_rows = self.source.max_rows
         while True:
             num_left = None if max_rows is None else max_rows - mark.num_read
