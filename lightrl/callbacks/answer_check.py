@@ -39,7 +39,7 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or within: 5 % beyond against 1 %
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # tokens beyond and within top-p or top-k: 5 % beyond, not 1 %
 NUM_TOKENS = 256  # trained tokens to check
 
 
@@ -52,7 +52,7 @@ class AnswerCheck:
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
         self._copies_nats = -math.inf  # evidence for copies in a group; -inf if trajectories may share samples
-        self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
+        self._evidence_nats = torch.zeros(2)  # for too likely and for too unlikely tokens
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
@@ -202,7 +202,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
         evidence[:, 1] = torch.where(is_beyond, *OUTSIDE_NATS)
-    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
+    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # False if the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 
 
@@ -226,7 +226,7 @@ def _set_weights(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Ite
 
 
 def _at_servers(trainer: RLTrainer) -> str:
-    """Returns ` at <servers>` for an error message; empty without servers, and on ranks other than 0."""
+    """Returns ` at <servers>` for an error message; an empty string without servers and on other ranks."""
     engine = trainer.rollout.engine
     servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

@@ -73,7 +73,7 @@ class HuggingFaceExport(RLCallback):
         check_bounds(1, every_n_iterations=every_n_iterations)
         check_local(to=to)
         self.to = Path(to)
-        self.folder = self.to  # known when `fit` starts
+        self.folder = self.to  # final once `fit` starts
         self.every_n_iterations = every_n_iterations
         self.role = role
         self.merged = merged

@@ -59,7 +59,7 @@ class LagProbe:
     def __init__(self) -> None:
         self._offered: list[_Row] = []
         self._last: _Snapshot | None = None
-        self._waiting: deque[_Snapshot] = deque()  # until they are η versions old
+        self._waiting: deque[_Snapshot] = deque()  # kept until they are η versions old
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
         """Keeps some of this iteration's trajectories on rank 0, which has their tokens."""
@@ -84,12 +84,12 @@ class LagProbe:
         row_lists = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
         token_ids = [row[0] for rows in row_lists for row in rows]
         logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
-        self._last = _Snapshot(weight_version, offered, of_offered) if offered else None
+        last_now, due_now, offered_now = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
+        self._last = _Snapshot(weight_version, offered, offered_now) if offered else None
         if self._last is not None and weight_version % EVERY == 1:
             self._waiting.append(self._last)
-        metrics = {} if last is None else {STEP: step_k3(*last.trained_logprobs(of_last))}
-        return metrics if due is None else metrics | _lag(*due.trained_logprobs(of_due)[1:])
+        metrics = {} if last is None else {STEP: step_k3(*last.trained_logprobs(last_now))}
+        return metrics if due is None else metrics | _lag(*due.trained_logprobs(due_now)[1:])
 
 
 def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:

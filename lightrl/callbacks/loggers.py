@@ -25,7 +25,7 @@ _warned_about_tables: set[type[Logger]] = set()
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
     """Logs rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
 
-    Warns once about each class of logger without tables, except CSVLogger, whose folder has the rows anyway.
+    Warns once about each class of logger without tables, except CSVLogger, whose folder contains the rows anyway.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:

@@ -56,7 +56,7 @@ class Rounding:
 
     trainer_eps: float  # in the probe
     training_eps: float  # in an update
-    engine_eps: float  # the engine's largest
+    engine_eps: float  # the engine's largest epsilon
     dtypes: list[str]  # dtypes of the probe and the engine
 
 

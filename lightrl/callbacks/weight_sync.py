@@ -161,7 +161,7 @@ class WeightSync(RLCallback):
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
-        if index == 0:  # only there do the trainer's logprobs come from the weights that sampled the tokens
+        if index == 0:  # afterwards the trainer no longer has the weights that sampled the tokens
             least_tokens = 1 if self._answer_check.has_sampled(trainer.weight_version) else MIN_MISMATCH_TOKENS
             self._probe.check_mismatch(metrics, least_tokens)
 
@@ -186,7 +186,7 @@ class WeightSync(RLCallback):
             buckets = _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks)
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
 
-        with ranks.own_deadline():  # the engine enforces it
+        with ranks.own_deadline():  # the engine enforces the deadline
             try:
                 load()
             except WeightSyncUndone as error:  # the previous version still serves
@@ -239,7 +239,7 @@ class RankShares:
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """Returns buckets of the part's parameters, from every rank or rank 0; `added`, which is small, from rank 0."""
-        names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
+        names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has this setting
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
             return make(bucket_bytes)
@@ -251,7 +251,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Every rank but 0 writes its share to the folder; rank 0 yields its share, and then the files of the others.
+    """Each rank except 0 writes its share to the folder; rank 0 yields its share, then the files of the other ranks.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

@@ -86,7 +86,7 @@ def shared_prompt(chats: Sequence[Messages]) -> Messages:
 
 
 def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
-    """Returns the chat without the prompt; raises ValueError if it begins with another prompt."""
+    """Returns the chat without the prompt; raises ValueError if it begins with a different prompt."""
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with an assistant message, got {chat[-1]!r:.200}.")
     if is_whole_chat(chat):

@@ -207,7 +207,7 @@ class CompletionDataModule(PromptDataModule):
         **kwargs: Unpack[PromptSettings],
     ) -> None:
         super().__init__(train, validation, test, **kwargs)
-        check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
+        check_bounds(2, max_tokens=max_tokens)  # at least one prompt token and an end token
         self.max_tokens = max_tokens
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None

@@ -4,7 +4,7 @@
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
-The source at a position depends only on the weights. Each source shuffles its own rows, and no row repeats before all
+The source at a position depends only on the weights. Each source shuffles its rows, and no row repeats before all rows
 have been used. One number therefore describes a run's progress, for any number of sources and ranks.
 """
 

@@ -198,7 +198,7 @@ class PromptDataModule(L.LightningDataModule):
         parts = [rows.read_whole() for rows in self._open(split)]
         if self.row_filter is None:
             return parts
-        passes = self._filter()
+        passes = self._row_test()
         filtered = [rows.only([key for key in rows.row_keys() if passes(rows.locate(key))]) for rows in parts]
         num_rows = sum(rows.num_rows for rows in parts)
         num_dropped = num_rows - sum(rows.num_rows for rows in filtered)
@@ -286,7 +286,7 @@ class PromptDataModule(L.LightningDataModule):
     def order_seed(self) -> int:
         return global_seed() if self.seed is None else self.seed
 
-    def _filter(self) -> Callable[[LocatedRow], bool]:
+    def _row_test(self) -> Callable[[LocatedRow], bool]:
         if self.row_filter is None:
             return lambda located: True
         row_filter = function_of(self.row_filter, "row_filter")
@@ -302,7 +302,7 @@ class PromptDataModule(L.LightningDataModule):
         parts: Sequence[SourceRows] = self._open(split)
         if split != "train":
             parts = [rows.read_whole() for rows in parts]
-        passes = self._filter()
+        passes = self._row_test()
         return self._prompts_of(parts, lambda located: self._prompt(located) if passes(located) else None)
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:

@@ -45,7 +45,7 @@ _POINTER = b"version https://git-lfs.github.com/"
 _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
-_PROGRESS_S = 5.0  # between log messages while a large file is scanned
+_PROGRESS_S = 5.0  # interval of log messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 

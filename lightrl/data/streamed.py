@@ -129,7 +129,7 @@ class StreamedRows(SourceRows):
 
     def _read_next_block(self) -> None:
         last = self._marks[-1]
-        reader, self._reader = self._reader or self._blocks_from(last), None  # not kept if it fails
+        reader, self._reader = self._reader or self._blocks_from(last), None  # the reader is not kept if it fails
         rows, following = next(reader)
         self._reader = reader
         self._shuffle_and_store(last.number, rows)

@@ -74,7 +74,7 @@ class ImageTable(NamedTuple):
         return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
 
     def shown(self) -> ImageTable:
-        """Removes the images that no row shows, and renumbers the others."""
+        """Removes the images that no row shows, and renumbers the rest."""
         values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
         is_shown, new_rows = renumbered(rows, len(grids))
         if not is_shown.all():
@@ -101,7 +101,7 @@ class ImageReader:
 
     image_token_id: int
     tokens_each: int | None  # K; None if it depends on the image's size
-    processor: BaseImageProcessor  # its Pillow version
+    processor: BaseImageProcessor  # the Pillow version of the processor
     frame: tuple[int, int] | None = None  # Gemma 3's tokens around an image; its template writes only the first
     _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -351,7 +351,7 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
-    from torch.distributed.fsdp import FSDPModule  # late: a fifth of the import time, needed only in training
+    from torch.distributed.fsdp import FSDPModule  # imported late: slow, needed only in training
 
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}

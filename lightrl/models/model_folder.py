@@ -66,7 +66,7 @@ class ModelDescription:
     tuning: str = ""  # a key of `TUNINGS`
     tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None if the checkpoint holds all weights
     base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
-    body: str | None = None  # the role whose body this role's head uses; None without a shared body
+    body: str | None = None  # the role whose body this role's head uses; None if the model is complete
 
     @classmethod
     def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:

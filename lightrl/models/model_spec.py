@@ -36,7 +36,7 @@ LONGROPE_LENGTH = "original_max_position_embeddings"
 # What error messages call the limit of a row's length.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
-_LONGEST_PROBLEM = 600  # characters of an exception's text, since some texts list all model families
+_LONGEST_PROBLEM = 600  # characters; some of transformers' errors list all model families
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families with bidirectional attention, unless their config says is_decoder.
 _ENCODERS = {

@@ -38,7 +38,7 @@ Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
-# More tokens to compute logprobs of: their ids, int64 [B, T, K], or the number K for the model's own top-k.
+# Additional tokens whose logprobs are computed: their ids, int64 [B, T, K], or K for the model's top-k tokens.
 Candidates = Tensor | int
 
 

@@ -243,7 +243,7 @@ def _action_fields(url: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _tools_at(url: str) -> list[JsonObject]:
-    """Returns the schemas of the server's tools, in the form that chat templates expect."""
+    """Returns the schemas of the server's tools, in the format that chat templates expect."""
 
     async def ask() -> list[JsonObject]:
         session = _Session(url)
