@@ -83,7 +83,7 @@ class AnswerCheck:
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
-        for row in sorted((index + current) % num_rows for index in chosen):
+        for row in sorted((index + current) % num_rows for index in chosen):  # other rows in each version
             oldest, newest = bounds[row]
             for version in range(oldest, newest + 1) if self.checks_all else {oldest, newest}:
                 if self.has_sampled(version) and (version == current or version in self._weights):

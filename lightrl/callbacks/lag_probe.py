@@ -82,7 +82,7 @@ class LagProbe:
         is_due = bool(self._waiting) and self._waiting[0].weight_version + staleness <= weight_version
         last, due = self._last, self._waiting.popleft() if is_due else None
         row_lists = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
-        token_ids = [row[0] for rows in row_lists for row in rows]
+        token_ids = [row[0] for rows in row_lists for row in rows]  # one forward for the rows of all three
         logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
         last_now, due_now, offered_now = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
         self._last = _Snapshot(weight_version, offered, offered_now) if offered else None

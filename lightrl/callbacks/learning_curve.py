@@ -54,7 +54,7 @@ class Points:
     def add(self, iteration: int, value: float) -> None:
         self._put(iteration // self.stride, value, 1)
         if len(self._sums) > MAX_POINTS:
-            self.stride *= 2
+            self.stride *= 2  # each pair of neighboring points becomes one
             before, self._sums = self._sums, {}
             for point, (total, num) in before.items():
                 self._put(point // 2, total, num)

@@ -42,7 +42,7 @@ class LagWatch:
     It checks means over the last iterations for three problems. A few tokens carry most of the weight: the effective
     sample size is below `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above
     `HIGH_KL_NATS`. Steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖
-    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds see `benchmarks.lag`, docs/algorithms.md.
+    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds, see `benchmarks.lag`, docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
@@ -90,7 +90,7 @@ class StalenessControl(RLCallback):
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights.
 
-    Groups are trained on in the order of the prompt stream, and none is discarded. If the next group is slow, the
+    The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, the
     trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
     docs/async.md.
 

@@ -94,8 +94,8 @@ class Trace(RLCallback):
         if self._tape.is_recording:
             self._add_iteration(trainer.global_step - 1, events, now_ns)
         now_s = time.perf_counter()
-        self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9
-        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)
+        self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9  # recording and writing
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # or skip iterations
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

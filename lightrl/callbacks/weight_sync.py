@@ -153,9 +153,9 @@ class WeightSync(RLCallback):
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
-        num = module.num_minibatches if checks_all else 1  # of the first update epoch: each row is compared once
+        num_checked = module.num_minibatches if checks_all else 1  # in the first update epoch: each row once
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
-        if rounding is not None and index < num and trainer.weight_version % interval == 0:
+        if rounding is not None and index < num_checked and trainer.weight_version % interval == 0:
             self._answer_check.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
 
     def on_minibatch_end(

@@ -123,7 +123,7 @@ class Windows:
         return {"starts": sorted(self._starts.items())}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the starts, so that earlier rows need not be read again; without it, the batches are the same."""
+        """Restores the starts. Without them, the batches are the same, but earlier rows must be read again."""
         self._starts = dict(state["starts"])
 
     @property
@@ -229,7 +229,7 @@ class CompletionDataModule(PromptDataModule):
 
     def _prompt_value(self, row: Row, where: str) -> object:
         chats, prompt_value = self._chats(row, where), None
-        is_separate = list(chats) != [self.prompt_column]
+        is_separate = list(chats) != [self.prompt_column]  # completions are not in the prompt column
         if is_separate and not all(map(is_whole_chat, chats.values())):
             return super()._prompt_value(row, where)
         shared = shared_prompt(list(chats.values()))

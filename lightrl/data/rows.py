@@ -109,13 +109,13 @@ def read_rows(
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
-    kind, used = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    kind, allowed = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
     if not path.exists() and function_of_rows(source.source) is not None:
-        kind, used = "a function", ["split", "arguments"]
+        kind, allowed = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, used = "a file: only functions take arguments, and only hub datasets a name", []
+        kind, allowed = "a file: only functions take arguments, and only hub datasets a name", []
     for name in ("name", "split", "arguments"):
-        if name not in used and (value := getattr(source, name)):
+        if name not in allowed and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 

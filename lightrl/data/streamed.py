@@ -86,7 +86,7 @@ class StreamedRows(SourceRows):
         """Reads up to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
-                self._go_to(Mark())
+                self._go_to(Mark())  # the row's mark was deleted, so start over
             while self._marks[-1].number <= number:
                 self._read_next_block()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]

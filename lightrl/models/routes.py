@@ -5,7 +5,7 @@ train weights that took no part in sampling the token. Routes therefore travel w
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
 
-A token's routes are bytes: its k experts in each MoE block, first block first, each a uint8, or an int16 in models with
+A token's routes are bytes: its k experts in each MoE block, in block order, each a uint8, or an int16 in models with
 more than 256 experts. If all bytes of a block are 255, the experts are unknown, and the router chooses them. A
 completion also has the routes of its prompt, but none for its last token, which no forward has read yet; in a
 trajectory that token has 255s.

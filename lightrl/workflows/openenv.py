@@ -78,9 +78,9 @@ class _Session(ToolServer):
 
     def _raise_refusal(self, kind: str, data: JsonMapping) -> JsonObject:
         fields = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ())]
-        full = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
+        advice = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
         raise RolloutError(
-            f"The OpenEnv server {self.url} refused a {kind}: {data.get('message')} {full}"
+            f"The OpenEnv server {self.url} refused a {kind}: {data.get('message')} {advice}"
             f"({', '.join([str(data.get('code')), *fields])})."
         )
 

@@ -178,7 +178,7 @@ class Exchange(ABC):
 
 
 def message_key(message: JsonMapping) -> MessageKey:
-    """Returns a key that ignores call ids, thinking, and white space around the policy's text."""
+    """Returns a key that ignores call ids, thinking, and whitespace around the policy's text."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", [])
