@@ -44,7 +44,7 @@ NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks tokens of all versions after the first that this run loads; `checks_all` checks all rows instead of a few.
 
     Tokens of the first version are skipped: after a failure within an iteration, other weights may have sampled them.
     """

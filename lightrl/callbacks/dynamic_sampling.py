@@ -31,7 +31,7 @@ class DynamicSampling(RLCallback):
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
     groups and not for the slowest. It is biased: long completions are left out more often, which alone can teach the
-    policy to be short; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are dropped, so
+    policy to be short; watch `rollout/length_tokens`. On-policy, groups still in flight when P are done are dropped, so
     the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
     their prompts come again in the next epoch.
 

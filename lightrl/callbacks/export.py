@@ -42,7 +42,7 @@ class HuggingFaceExport(RLCallback):
     the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
     A plain name such as `exported` is a folder in the run's folder, so runs of a sweep do not share it. Other paths,
-    such as `runs/sft/export`, are relative to the working folder; a second run that uses one at the same time fails.
+    such as `runs/sft/export`, are relative to the working folder; two runs cannot use the same folder at once.
 
     With LoRA, the folder holds only the adapters (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
@@ -54,7 +54,7 @@ class HuggingFaceExport(RLCallback):
         to: the folder, see above; its parents are created. An earlier export in it is replaced; other content is
             refused.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
-        role: the role to export; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
+        role: the role to export; None means the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:

@@ -51,8 +51,8 @@ class _Snapshot:
 class LagProbe:
     """Measures `policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness`; nats per token.
 
-    In windowed order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
-    the training temperature: the step in each iteration, the lag in about every tenth. On-policy there is no lag, and
+    In prompt order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
+    the training temperature: the step in each iteration, the lag in about every tenth. On-policy, there is no lag, and
     nothing is computed. A resumed run starts without snapshots.
     """
 

@@ -213,8 +213,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. The log stops after `MAX_LINES`, or if the disk is full; the run
-    continues.
+    `source` is server, reward, rollout or trainer. Only the log stops after `MAX_LINES` or if the disk is full.
     """
 
     def __init__(self) -> None:

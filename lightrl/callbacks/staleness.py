@@ -90,9 +90,8 @@ class StalenessControl(RLCallback):
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights.
 
-    The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, the
-    trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
-    docs/async.md.
+    The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, it waits
+    (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see docs/async.md.
 
     It warns if a few tokens carry most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
     from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are

@@ -152,6 +152,7 @@ class WeightSync(RLCallback):
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
+        """Compares sampled tokens with the weights that sampled them, before an update changes the weights."""
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
         num_checked = module.num_minibatches if checks_all else 1  # in the first update epoch: each row once
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval

@@ -228,6 +228,7 @@ class CompletionDataModule(PromptDataModule):
         return chats
 
     def _prompt_value(self, row: Row, where: str) -> object:
+        """Returns the prompt column's value. If all completions are whole chats, their shared messages may replace it."""
         chats, prompt_value = self._chats(row, where), None
         is_separate = list(chats) != [self.prompt_column]  # completions are not in the prompt column
         if is_separate and not all(map(is_whole_chat, chats.values())):
@@ -414,8 +415,7 @@ class SFTDataModule(CompletionDataModule):
             assistant messages are trained on.
         answer_pattern_remove: a regular expression whose matches are removed from the completion. For example,
             `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
-        max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
-            longer chats.
+        max_tokens: the longest chat allowed; None uses the model's context. For longer chats, see `prompt_overflow`.
         kwargs: other arguments of PromptDataModule.
     """
 

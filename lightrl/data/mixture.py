@@ -37,7 +37,7 @@ class DataSource:
             dotted path of a function that accepts `split` and `arguments` and returns an iterable of dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset, for example `main`.
-        split: the split of a hub dataset or a function; None is `train` for training and `test` otherwise.
+        split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function.
         max_rows: use only the first rows; None uses all.
@@ -131,7 +131,7 @@ class MixtureOrder:
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def turn(self, position: int) -> tuple[int, int]:
-        """Returns the source whose turn it is, and its row: the index, or the number if the source is streamed."""
+        """Returns the source whose turn it is, and its row's index, or its row's number if the source is streamed."""
         source = self._cycle[position % len(self._cycle)]
         size, num_before = self.sizes[source], self.num_before(source, position)
         if size is None:

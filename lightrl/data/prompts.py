@@ -54,7 +54,7 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 
 
 class SharedPromptSettings(TypedDict, total=False):
-    """Those arguments of PromptDataModule that no subclass replaces, for type checkers."""
+    """The arguments of PromptDataModule that no subclass replaces, for type checkers."""
 
     row_filter: str | Callable[[Row], bool] | None
     image_column: str | None
@@ -79,11 +79,10 @@ class PromptDataModule(L.LightningDataModule):
     A row becomes `Prompt(id="train-0", messages=[...], token_ids=[...], fields={column: value})`; the reward finds the
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
-    A prompt is made when its turn comes; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
-    all checked at the start: a bad row is an error, and filtered or overlong rows are dropped. If there are more train
-    rows, only the first 1,000 and 256 others are checked, so that the start takes seconds. A bad row found later ends
-    the run with an error that names it; filtered and overlong rows are skipped and counted in
-    `rollout/skipped_prompts`.
+    Prompts are made when they are needed; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
+    all checked at the start: a bad row is an error, and filtered or overlong rows are dropped. With more train rows,
+    only the first 1,000 and 256 others are checked, so the start takes seconds. If a later row is bad, the run ends
+    with an error that names it; filtered and overlong rows are skipped and counted in `rollout/skipped_prompts`.
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or

@@ -364,5 +364,5 @@ class PromptStream:
         return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the streamed sources. Without it the prompts are the same, but earlier rows are read again."""
+        """Restores the streamed sources. Without it, the prompts are the same, but earlier rows are read again."""
         self.prompts.load_state_dict(state)

@@ -56,7 +56,7 @@ class StreamedRow(NamedTuple):
 
 @dataclass(eq=False)
 class StreamedRows(SourceRows):
-    """Rows that are read in order. The number of rows in a pass is unknown, and a row itself is its key."""
+    """Rows that are read in order. The number of rows in a pass is unknown, and a row's key is the row itself."""
 
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY

@@ -134,7 +134,7 @@ class ImageReader:
         return [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
-        """Returns token ids with K image tokens per image; the given ids have one, or already K, per image."""
+        """Returns token ids with K image tokens per image; the given ids have either one or K per image."""
         token_ids, counts = list(token_ids), self.counts(images)
         num_tokens = token_ids.count(self.image_token_id)
         if num_tokens not in (len(images), sum(counts)):
@@ -406,7 +406,7 @@ def take_images(
 
     Args:
         messages: image parts look like `{"type": "image", "image": "cats/3.png"}`. `path` and `url` also work; a part
-            without any of the three shows the next of `images`.
+            without any of the three shows the next image in `images`.
         images: the row's images; if the messages have no image parts, they are put before the last user turn's text.
         folder: relative paths start here.
 
@@ -466,6 +466,7 @@ def save_processor(config: PretrainedConfig, folder: Path) -> None:
 
 
 def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
+    """Loads the image processor; makes one from the config if the model's folder has none or there is no folder."""
     from transformers import AutoImageProcessor, CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
     source, vision = config.name_or_path, config.vision_config

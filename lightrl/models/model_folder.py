@@ -145,7 +145,7 @@ class ModelDescription:
         """Builds the model with these weights, without copying them; merges what the tuning added into the base.
 
         Args:
-            tensors: by the names of the model's `state_dict`; a tied weight may have only one of its names.
+            tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.
 
         Raises:
             ValueError: if a weight is missing, unknown or of the wrong shape.

@@ -37,7 +37,7 @@ class _Session(ToolServer):
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer. Its RolloutErrors have no cause, so the policy is not blamed."""
+        """Returns the data of the server's answer. RolloutErrors have no cause here, so the policy is not blamed."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
