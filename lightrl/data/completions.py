@@ -228,7 +228,7 @@ class CompletionDataModule(PromptDataModule):
         return chats
 
     def _prompt_value(self, row: Row, where: str) -> object:
-        """Returns the prompt column's value. If all completions are whole chats, their shared messages may replace it."""
+        """Returns the prompt column's value. If completions are whole chats, their shared messages may replace it."""
         chats, prompt_value = self._chats(row, where), None
         is_separate = list(chats) != [self.prompt_column]  # completions are not in the prompt column
         if is_separate and not all(map(is_whole_chat, chats.values())):
