@@ -2,7 +2,7 @@
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
-    weight_sync.py      brings the trainer's weights to the engine, with a version; decides which ranks write
+    weight_sync.py      loads the trainer's weights into the engine, with a version; decides which ranks write
       probe.py          after a load, checks that trainer and engine agree on a few sequences, up to rounding
       lag_probe.py      measures how far the policy moves in one version, and in several
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them

@@ -39,20 +39,20 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # a token beyond top-p or top-k, or not: 5 % beyond against 1 %
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # tokens beyond and within top-p or top-k: 5 % beyond, not 1 %
 NUM_TOKENS = 256  # trained tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks tokens of all versions after the first that this run loads; `checks_all` checks all rows instead of a few.
 
     Tokens of the first version are skipped: after a failure within an iteration, other weights may have sampled them.
     """
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
-        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if a group may share what was sampled
-        self._evidence_nats = torch.zeros(2)  # for too likely tokens, for too unlikely ones
+        self._copies_nats = -math.inf  # evidence for copies in a group; -inf if trajectories may share samples
+        self._evidence_nats = torch.zeros(2)  # for too likely and for too unlikely tokens
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
@@ -83,7 +83,7 @@ class AnswerCheck:
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
-        for row in sorted((index + current) % num_rows for index in chosen):
+        for row in sorted((index + current) % num_rows for index in chosen):  # other rows in each version
             oldest, newest = bounds[row]
             for version in range(oldest, newest + 1) if self.checks_all else {oldest, newest}:
                 if self.has_sampled(version) and (version == current or version in self._weights):
@@ -98,7 +98,7 @@ class AnswerCheck:
             evidence += sums[4:]
             if num := int(sums[0]):
                 difference, bias, entropy = (sums[1:4] / num).tolist()
-                name = "the present weights" if version == current else f"weight version {version}"
+                name = "the current weights" if version == current else f"weight version {version}"
                 check_mismatch(name + _at_servers(trainer), num, difference, float(largest), entropy, rounding, bias)
         copies = ranks.total(torch.tensor([self._copies_nats]), "max")
         if copies.isfinite() and _has_every_sample(trainer, module, minibatch):
@@ -139,7 +139,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest difference.
 
-    The sums: number, differences without and with their signs, entropy, evidence for too likely and unlikely tokens.
+    The sums: number of tokens, absolute and signed differences, entropy, evidence for too likely and unlikely tokens.
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
@@ -185,7 +185,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    # The first E leaves out the other tokens, the least likely, so that it is not too small where none is sampled.
+    # For λ, E leaves out the other tokens, which are the least likely, so that it is not too small if none is sampled.
     other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
     chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
     border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
@@ -202,7 +202,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
         is_beyond = sampled < border[:, 0] - margin_nats
         evidence[:, 1] = torch.where(is_beyond, *OUTSIDE_NATS)
-    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # otherwise the truncation keeps tokens beyond K
+    is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # False if the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 
 
@@ -226,7 +226,7 @@ def _set_weights(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Ite
 
 
 def _at_servers(trainer: RLTrainer) -> str:
-    """Returns ` at <servers>` for an error message; empty without servers, and on ranks other than 0."""
+    """Returns ` at <servers>` for an error message; an empty string without servers and on other ranks."""
     engine = trainer.rollout.engine
     servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

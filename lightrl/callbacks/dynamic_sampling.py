@@ -31,7 +31,7 @@ class DynamicSampling(RLCallback):
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
     groups and not for the slowest. It is biased: long completions are left out more often, which alone can teach the
-    policy to be short; watch `rollout/length_tokens`. On-policy, the groups in flight when P are done are dropped, so
+    policy to be short; watch `rollout/length_tokens`. On-policy, groups still in flight when P are done are dropped, so
     the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
     their prompts come again in the next epoch.
 
@@ -41,14 +41,14 @@ class DynamicSampling(RLCallback):
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
             trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
-        max_group_tokens: drop a group with a trajectory for which the policy generated more tokens; None for no limit.
+        max_group_tokens: drop a group with a trajectory of more generated tokens than this; None for no limit.
         rule: a function of a Group, or its dotted path. True, or a word as the reason, drops the group; None or
             False keeps it. The function runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
             `train` on the others, `resample` it with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.
         max_dropped_groups_per_iteration: if more groups are dropped in one iteration, the run ends with an error that
-            lists the reasons; None is 10·P.
+            lists the reasons; None means 10·P.
     """
 
     def __init__(

@@ -36,30 +36,30 @@ _BUCKET_BYTES = 2**28  # parameters gathered at once
 
 
 class HuggingFaceExport(RLCallback):
-    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` has ended normally.
+    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` ends normally.
 
     `AutoModelForCausalLM.from_pretrained(to)` then loads the same tensors, bit for bit. Use a checkpoint to continue
     the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
     A plain name such as `exported` is a folder in the run's folder, so runs of a sweep do not share it. Other paths,
-    such as `runs/sft/export`, are relative to the working folder; a second run that uses one at the same time fails.
+    such as `runs/sft/export`, are relative to the working folder; two runs cannot use the same folder at once.
 
     With LoRA, the folder holds only the adapters (`PeftModel.from_pretrained`), or with `merged` the whole model.
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, each export with `all`. Ctrl-C, an exception and `fast_dev_run` leave an earlier export as it is.
+    `log_model: true`, each export with `all`. Ctrl-C, an exception and `fast_dev_run` keep an earlier export.
 
     Args:
         to: the folder, see above; its parents are created. An earlier export in it is replaced; other content is
             refused.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
-        role: the role to export; None is the module's `trained_role` (a RewardModel has one), otherwise the policy.
+        role: the role to export; None means the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` has files that are not from an export, or the model that the run loads,
-            or if another run uses it.
+        ValueError: when `fit` starts, if `to` contains files that are not from an export, or the model that the run
+            loads, or if another run uses it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class HuggingFaceExport(RLCallback):
         check_bounds(1, every_n_iterations=every_n_iterations)
         check_local(to=to)
         self.to = Path(to)
-        self.folder = self.to  # known when `fit` starts
+        self.folder = self.to  # final once `fit` starts
         self.every_n_iterations = every_n_iterations
         self.role = role
         self.merged = merged
@@ -148,7 +148,7 @@ class HuggingFaceExport(RLCallback):
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.folder)
 
     def _gather_tensors(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
-        """Returns the full tensors to write, on the CPU: all parameters, or with adapters only the trained ones.
+        """Returns the whole tensors to write, on the CPU: all parameters, or only the trained ones with adapters.
 
         Returns None if the model is not sharded. Collective over the ranks that hold it; only the first gets tensors.
         """

@@ -23,7 +23,7 @@ from lightrl.trajectory import Group
 
 STEP = "policy/step_k3_nats"
 EVERY = 10  # every tenth version starts a measurement of the lag over η versions
-MIN_ROWS, NUM_TOKENS = 4, 128  # rows and trained tokens to measure; short completions take more rows
+MIN_ROWS, NUM_TOKENS = 4, 128  # minimum rows and tokens to measure; short completions need more rows
 MAX_FRACTION = 1 / 4  # at most this share of the trajectories
 MAX_TOKENS = 1024  # only this many tokens from the start of each trajectory
 
@@ -51,18 +51,18 @@ class _Snapshot:
 class LagProbe:
     """Measures `policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness`; nats per token.
 
-    In windowed order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
-    the training temperature: the step in each iteration, the lag in about every tenth. On-policy there is no lag, and
+    In prompt order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
+    the training temperature: the step in each iteration, the lag in about every tenth. On-policy, there is no lag, and
     nothing is computed. A resumed run starts without snapshots.
     """
 
     def __init__(self) -> None:
         self._offered: list[_Row] = []
         self._last: _Snapshot | None = None
-        self._waiting: deque[_Snapshot] = deque()  # until they are η versions old
+        self._waiting: deque[_Snapshot] = deque()  # kept until they are η versions old
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
-        """Keeps some trajectories of this iteration's groups, on rank 0, which has their tokens."""
+        """Keeps some of this iteration's trajectories on rank 0, which has their tokens."""
         if trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = choose_rows(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
@@ -82,14 +82,14 @@ class LagProbe:
         is_due = bool(self._waiting) and self._waiting[0].weight_version + staleness <= weight_version
         last, due = self._last, self._waiting.popleft() if is_due else None
         row_lists = [[] if snapshot is None else snapshot.rows for snapshot in (last, due)] + [offered]
-        token_ids = [row[0] for rows in row_lists for row in rows]
+        token_ids = [row[0] for rows in row_lists for row in rows]  # one forward for the rows of all three
         logprobs = iter(trainer_logprobs(trainer, module, token_ids, is_scaled=True) if token_ids else [])
-        of_last, of_due, of_offered = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
-        self._last = _Snapshot(weight_version, offered, of_offered) if offered else None
+        last_now, due_now, offered_now = (list(itertools.islice(logprobs, len(rows))) for rows in row_lists)
+        self._last = _Snapshot(weight_version, offered, offered_now) if offered else None
         if self._last is not None and weight_version % EVERY == 1:
             self._waiting.append(self._last)
-        metrics = {} if last is None else {STEP: step_k3(*last.trained_logprobs(of_last))}
-        return metrics if due is None else metrics | _lag(*due.trained_logprobs(of_due)[1:])
+        metrics = {} if last is None else {STEP: step_k3(*last.trained_logprobs(last_now))}
+        return metrics if due is None else metrics | _lag(*due.trained_logprobs(due_now)[1:])
 
 
 def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
@@ -100,7 +100,7 @@ def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_
 
 
 def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
-    """Returns KL(before ‖ after) in nats per token, by k3 on tokens that an older policy sampled; logprobs [N].
+    """Returns KL(before ‖ after) in nats per token, by k3, from tokens that an older policy sampled; logprobs [N].
 
     A token that the policy before the step would rarely sample counts less: its weight is before ÷ behavior, at most 1.
     """

@@ -41,10 +41,10 @@ Curve = Mapping[float, float]  # iteration → value
 
 
 class Points:
-    """A curve of at most `MAX_POINTS`: when it is full, each pair of neighbors is replaced by its mean.
+    """A curve of at most `MAX_POINTS` points: when it is full, each pair of neighbors is replaced by its mean.
 
-    So after n iterations each point is the mean over the same number of iterations, n / 1000 to n / 500. It is
-    drawn at the middle of its iterations.
+    After n iterations, each point is therefore the mean over the same number of iterations, n / 1000 to n / 500. It is
+    drawn at the middle of these iterations.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Points:
     def add(self, iteration: int, value: float) -> None:
         self._put(iteration // self.stride, value, 1)
         if len(self._sums) > MAX_POINTS:
-            self.stride *= 2
+            self.stride *= 2  # each pair of neighboring points becomes one
             before, self._sums = self._sums, {}
             for point, (total, num) in before.items():
                 self._put(point // 2, total, num)
@@ -79,7 +79,7 @@ class Points:
 
 
 class LearningCurve(RLCallback):
-    """Draws reward, sampled and held-out accuracy over the iterations, and prints where the run's files are.
+    """Draws the reward and the sampled and held-out accuracy over the iterations; prints where the run's files are.
 
     If the reward reports no `accuracy`, it draws the held-out reward.
 

@@ -1,4 +1,4 @@
-"""Functions that Lightning's Logger lacks: they log tables, images, models, and settings in a form for MLflow.
+"""Functions that Lightning's Logger lacks: they log tables, images, models, and settings (in MLflow's format).
 
 Weights & Biases and MLflow support all of them, TensorBoard supports tables and images, Comet tables. Call them on rank
 0; other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
@@ -25,7 +25,7 @@ _warned_about_tables: set[type[Logger]] = set()
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
     """Logs rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
 
-    Warns once about each class of logger without tables, except CSVLogger, whose folder has the rows anyway.
+    Warns once about each class of logger without tables, except CSVLogger, whose folder contains the rows anyway.
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
@@ -80,7 +80,7 @@ def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> 
 
 
 def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_yaml: str) -> None:
-    """Logs settings as hyperparameters; MLflow gets one per number or string, and the YAML as `config.yaml`.
+    """Logs settings as hyperparameters; MLflow gets a parameter per number or string, and the YAML as `config.yaml`.
 
     MLflow's parameters cannot change, so a run that is continued by its `run_id` keeps its first values.
     """

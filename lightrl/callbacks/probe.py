@@ -56,7 +56,7 @@ class Rounding:
 
     trainer_eps: float  # in the probe
     training_eps: float  # in an update
-    engine_eps: float  # the engine's largest
+    engine_eps: float  # the engine's largest epsilon
     dtypes: list[str]  # dtypes of the probe and the engine
 
 
@@ -133,7 +133,7 @@ class Probe:
 
     def reset(self) -> None:
         self._dropped: set[str] = set()
-        self.interval = 0  # loads from one probe to the next
+        self.interval = 0  # number of loads from one probe to the next
         self.rounding: Rounding | None = None  # set on every rank once an engine has computed logprobs
 
     def logprobs_if_due(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> list[list[float]] | None:
@@ -148,7 +148,7 @@ class Probe:
     def compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
         """Compares the logprobs after the load; returns the metrics of this sync.
 
-        Raises WeightSyncError on every rank if a replica has other weights or cannot compute logprobs.
+        Raises WeightSyncError on every rank if a replica has different weights or cannot compute logprobs.
         """
         ranks = ranks_of(trainer.strategy)
         result: JsonObject = {"metrics": {}, "problem": None, "rounding": None}
@@ -173,7 +173,7 @@ class Probe:
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
             mean, largest = (metrics[f"sync/{name}mismatch_present_abs_dlogp_nats"] for name in ("", "max_"))
-            check_mismatch("the present weights", num_tokens, mean, largest, metrics["entropy_nats"], self.rounding)
+            check_mismatch("the current weights", num_tokens, mean, largest, metrics["entropy_nats"], self.rounding)
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
         """Returns the same random token ids in every run: they need no data and exercise every part of the model."""
@@ -228,9 +228,9 @@ class Probe:
         can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
-                f"After the weight sync, the engine has other weights than the trainer. {problems}. The engine ignored "
-                "the update or a part of it, or computes in another precision: check its log and dtype, or set "
-                "WeightSync.verify to false if it rounds its logprobs more."
+                f"After the weight sync, the engine has different weights from the trainer. {problems}. The engine "
+                "ignored all or part of the update, or computes in a different precision: check its log and dtype, or "
+                "set WeightSync.verify to false if it rounds its logprobs more."
             )
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
@@ -278,7 +278,7 @@ def trainer_logprobs(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Inside, the temperature is 1, as it is on servers whatever the request says (SGLang 0.5.23)."""
+    """Sets the temperature to 1, which servers use whatever the request says (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

@@ -49,7 +49,7 @@ class RLCallback(Callback):
         """Called when an iteration starts to wait for its groups."""
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
-        """Called a few times a second while waiting: `done` of this iteration's `total` trajectories are finished."""
+        """Called a few times a second while waiting: `done` of the iteration's `total` trajectories are finished."""
 
     def on_rollout_end(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         """Called when the iteration has its groups; some rewards may still be None."""
@@ -89,4 +89,4 @@ class RLCallback(Callback):
         """Called when every replica that serves has acknowledged `weight_version`."""
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
-        """Called for each trajectory that will not be trained on; metrics count drops by `reason`, a word."""
+        """Called for each trajectory that will not be trained on; metrics count drops by `reason` (one word)."""

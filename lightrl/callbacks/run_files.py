@@ -117,11 +117,11 @@ class RunFiles(RLCallback):
     teardown = on_exception = _close_log
 
 
-_EVERY_S = 1.0  # between two writes within a phase
+_EVERY_S = 1.0  # minimum time between two writes within a phase
 
 
 class StatusFile(RLCallback):
-    """Writes `status.json` to the run's folder at each change of phase, and every second within one.
+    """Writes `status.json` to the run's folder when the phase changes, and every second within a phase.
 
     If the disk is full, the file stays unchanged: the run's next write fails with a better message.
     """
@@ -213,8 +213,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. The log stops after `MAX_LINES`, or if the disk is full; the run
-    continues.
+    `source` is server, reward, rollout or trainer. Only the log stops after `MAX_LINES` or if the disk is full.
     """
 
     def __init__(self) -> None:
@@ -291,7 +290,7 @@ class TimedCheckpoint(ModelCheckpoint):
     adds it to every run that saves checkpoints.
 
     Args:
-        dirpath: its folder; None is the folder of the run's other checkpoints.
+        dirpath: the checkpoint's folder; None means the folder of the run's other checkpoints.
         every_s: seconds between two checkpoints.
     """
 

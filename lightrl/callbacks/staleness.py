@@ -39,10 +39,10 @@ FIRST_ITERATIONS = 20  # even healthy runs take large steps here
 class LagWatch:
     """Reports when the policy is, or soon will be, too far from the trajectories that it learns from.
 
-    It checks means over the last iterations for three problems. Few tokens have most of the weight: the effective
+    It checks means over the last iterations for three problems. A few tokens carry most of the weight: the effective
     sample size is below `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above
     `HIGH_KL_NATS`. Steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖
-    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds see `benchmarks.lag`, docs/algorithms.md.
+    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds, see `benchmarks.lag`, docs/algorithms.md.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
@@ -51,7 +51,7 @@ class LagWatch:
         self._problem = self._find_problem()
 
     def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Adds an iteration's values; returns the problem that they reveal; None if there is no new one.
+        """Adds an iteration's values; returns the problem that they reveal, or None if there is no new problem.
 
         Args:
             step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.
@@ -86,15 +86,14 @@ class LagWatch:
 class StalenessControl(RLCallback):
     """Bounds the staleness of every trained token: current weight version − version that sampled it, in versions.
 
-    With 0 the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0 rollouts
+    With 0, the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0, rollouts
     continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
     continues under the new weights.
 
-    Groups are trained on in the order of the prompt stream, and none is discarded. If the next group is slow, the
-    trainer waits for it (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see
-    docs/async.md.
+    The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, it waits
+    (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see docs/async.md.
 
-    It warns if few tokens have most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
+    It warns if a few tokens carry most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
     from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
     larger than its gradients explain (`policy/grad_norm`). These warnings often come long before the reward falls.
 

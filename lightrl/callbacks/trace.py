@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _BARRIERS = 8  # number of barriers that measure the offset of a rank's clock
-_TIMEOUT_S = 60.0  # wait for the slowest rank at the end
-_LEAST_NS = 1_000_000  # shorter callbacks and hooks of Lightning are left out
+_TIMEOUT_S = 60.0  # maximum wait for the slowest rank at the end
+_LEAST_NS = 1_000_000  # shorter Lightning callbacks and hooks are left out
 _EVENT_S = 2e-6  # cost of recording one event
 _MIB = 2**20
 
@@ -92,10 +92,10 @@ class Trace(RLCallback):
         now_ns = time.perf_counter_ns()
         events = self._tape.take()
         if self._tape.is_recording:
-            self._add(trainer.global_step, events, now_ns)
+            self._add_iteration(trainer.global_step, events, now_ns)
         now_s = time.perf_counter()
-        self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9
-        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)
+        self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9  # recording and writing
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # or skip iterations
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -126,7 +126,7 @@ class Trace(RLCallback):
     def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keeps the events of the iteration that failed."""
         if self._tape is not None:
-            self._add(trainer.iteration, self._tape.take(), time.perf_counter_ns(), is_whole=False)
+            self._add_iteration(trainer.iteration, self._tape.take(), time.perf_counter_ns(), is_whole=False)
         self.teardown()
 
     def teardown(self, *_: object, **__: object) -> None:
@@ -136,7 +136,7 @@ class Trace(RLCallback):
         while self._undo:
             self._undo.pop()()
 
-    def _add(self, iteration: int, events: list[Event], now_ns: int, *, is_whole: bool = True) -> None:
+    def _add_iteration(self, iteration: int, events: list[Event], now_ns: int, *, is_whole: bool = True) -> None:
         if is_whole and self._rank == 0:
             self._times.append(area_times(events, self._since_ns, now_ns))
             self._children = {name: max(size, self._children.get(name, 0)) for name, size in child_bytes().items()}
@@ -157,7 +157,7 @@ class Trace(RLCallback):
         )
 
     def _watch_profiler(self, trainer: Any) -> None:
-        """Wraps the profiler, to which Lightning and the loop report their steps, to record these steps."""
+        """Wraps the profiler to record the steps that Lightning and the loop report to it."""
         profiler = trainer.profiler
         started: dict[str, int] = {}
         self._last_peaks: dict[str, dict[str, int]] = {}
@@ -231,7 +231,7 @@ def _offset_ns(ranks: Ranks) -> int:
 
 
 def role_bytes(module: RLModule, optimizers: Iterable[Optimizer]) -> dict[str, dict[str, int]]:
-    """Returns role → kind → bytes of the role's model on this rank; the first role counts shared parameters."""
+    """Returns role → kind → bytes of the role's model on this rank; shared parameters count for the first role."""
     states = {parameter: state for optimizer in optimizers for parameter, state in optimizer.state.items()}
     counted_ids: set[int] = set()
     result: dict[str, dict[str, int]] = {}

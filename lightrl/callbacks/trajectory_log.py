@@ -64,9 +64,9 @@ class TrajectoryLog(RLCallback):
         max_per_iteration: maximum number of trajectories per iteration; None writes all, which a replay needs.
         table_every_n_iterations: how often a table is printed, and logged as `samples`, with each part of the reward,
             to Weights & Biases, MLflow, TensorBoard and Comet; None for never.
-        table_rows: trajectories in the table, from the highest advantage to the lowest.
-        score_per_iteration: compute the trainer's logprobs of this many trajectories per iteration, by an extra forward
-            on every rank. Logprobs that the update needs anyway are always written.
+        table_rows: number of trajectories in the table, from the highest advantage to the lowest.
+        score_per_iteration: compute the trainer's logprobs of this many trajectories per iteration, with an extra
+            forward on every rank. Logprobs that the update needs anyway are always written.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ def format_table(
 
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
-    """Returns one number per trajectory; None if there are no advantages, or rows other than the rollout's."""
+    """Returns one number per trajectory; None if there are no advantages, or the rows are not the trajectories."""
     local = experience.local
     if local.advantages is None or len(experience) != num:
         return [None] * num

@@ -1,4 +1,4 @@
-"""WeightSync: brings the trainer's weights to the engine, so that rollouts come from the policy being trained."""
+"""WeightSync: loads the trainer's weights into the engine, so that rollouts come from the policy being trained."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class WeightSync(RLCallback):
             least `every_n_iterations - 1`.
         verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
             copies of η + 1 versions of the trained parameters in host memory (see answer_check.py). `all` compares all
-            trajectories with the trainer's logprobs, not a few: one more forward pass.
+            trajectories, not only a few, with the trainer's logprobs, which takes one more forward pass.
     """
 
     def __init__(self, every_n_iterations: int = 1, verify: bool | Literal["all"] = True) -> None:
@@ -124,10 +124,10 @@ class WeightSync(RLCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(pl_module, RLModule) and colocated_engine(rl_trainer := cast("RLTrainer", trainer)) is not None:
             check_no_overlap(rl_trainer.rollout.settings.max_staleness)
-        self._ensure(trainer, pl_module)
+        self._load_if_missing(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._ensure(trainer, pl_module)
+        self._load_if_missing(trainer, pl_module)
 
     on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
@@ -149,16 +149,17 @@ class WeightSync(RLCallback):
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
+        """Compares sampled tokens with the weights that sampled them, before an update changes the weights."""
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
-        num = module.num_minibatches if checks_all else 1  # of the first update epoch: each row is compared once
+        num_checked = module.num_minibatches if checks_all else 1  # in the first update epoch: each row once
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
-        if rounding is not None and index < num and trainer.weight_version % interval == 0:
+        if rounding is not None and index < num_checked and trainer.weight_version % interval == 0:
             self._answer_check.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
 
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int
     ) -> None:
-        if index == 0:  # only there do the trainer's logprobs come from the weights that sampled the tokens
+        if index == 0:  # afterwards the trainer no longer has the weights that sampled the tokens
             least_tokens = 1 if self._answer_check.has_sampled(trainer.weight_version) else MIN_MISMATCH_TOKENS
             self._probe.check_mismatch(metrics, least_tokens)
 
@@ -166,7 +167,7 @@ class WeightSync(RLCallback):
         self._probe.reset()
         self._lag, self._answer_check = LagProbe(), AnswerCheck(self.verify == "all")  # frees the copies of weights
 
-    def _ensure(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+    def _load_if_missing(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         """Loads the current version unless the engine has it, so that validation measures the current policy."""
         if not isinstance(module, RLModule):
             return
@@ -183,7 +184,7 @@ class WeightSync(RLCallback):
             buckets = _gathered(self._shares.buckets(trainer, module, BUCKET_BYTES), ranks)
             trainer.rollout.load_weights(buckets, weight_version=weight_version)
 
-        with ranks.own_deadline():  # the engine enforces it
+        with ranks.own_deadline():  # the engine enforces the deadline
             try:
                 load()
             except WeightSyncUndone as error:  # the previous version still serves
@@ -236,7 +237,7 @@ class RankShares:
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
         """Returns buckets of the part's parameters, from every rank or rank 0; `added`, which is small, from rank 0."""
-        names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has the settings
+        names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has this setting
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
             return make(bucket_bytes)
@@ -248,7 +249,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Every rank but 0 writes its share to the folder; rank 0 yields its share, and then the files of the others.
+    """Each rank except 0 writes its share to the folder; rank 0 yields its share, then the files of the other ranks.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

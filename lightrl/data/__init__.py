@@ -2,7 +2,7 @@
 
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
-    mixture.py       mixes weighted sources: decides which source's row comes at each position
+    mixture.py       mixes weighted sources: decides which source supplies the row at each position
     stream.py        the rows of one source, and prompts by position
     streamed.py      sources that can only be read in order
     chat.py          turns a row's columns into messages, and messages into token ids

@@ -24,7 +24,7 @@ class EpochLoader(Generic[T]):
 
     It therefore resumes at the right batch: mid-epoch, after an error within a batch, or at a limit. It does not use
     Lightning's epoch number, which is one too high in the checkpoint of a run that `max_steps` stopped mid-epoch. It is
-    not a torch DataLoader because workers would have nothing to do.
+    not a torch DataLoader, because workers would have nothing to do.
 
     Args:
         num_batches: batches per epoch; None if unknown.

@@ -43,7 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """Reads a column's chat messages, also from JSON text; other text, or a list of content parts, is one message."""
+    """Reads a column's chat messages or their JSON text; other text, or a list of content parts, is one message."""
     value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -86,7 +86,7 @@ def shared_prompt(chats: Sequence[Messages]) -> Messages:
 
 
 def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
-    """Returns the chat without the prompt; raises ValueError if it begins with another prompt."""
+    """Returns the chat without the prompt; raises ValueError if it begins with a different prompt."""
     if chat[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with an assistant message, got {chat[-1]!r:.200}.")
     if is_whole_chat(chat):
@@ -112,7 +112,7 @@ def row_messages(
     """Returns a row's prompt as messages: the system prompt, if any, then the user's turn.
 
     Args:
-        prompt: text for the template, or chat messages, which are used as they are.
+        prompt: text for the template, or chat messages, which are used unchanged.
         prompt_template: a format string with `{prompt}` for the prompt and any other column by name.
         where: names the row in error messages.
     """
@@ -145,7 +145,7 @@ def row_messages(
 
 
 def _check_message(message: object, where: str) -> JsonObject:
-    """Converts a message to the form with role and content; raises ValueError if it is malformed."""
+    """Converts a message to one with role and content; raises ValueError if it is malformed."""
     if not isinstance(message, dict):
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
     if "from" in message and "role" not in message:  # ShareGPT
@@ -175,7 +175,7 @@ def _check_message(message: object, where: str) -> JsonObject:
 
 
 def _calls_of(message: JsonMapping, where: str) -> list[JsonMapping]:
-    """Returns a message's tool calls, which may be JSON text or a single call in OpenAI's old form."""
+    """Returns a message's tool calls, which may be JSON text or a single call in OpenAI's old format."""
     calls = message.get("tool_calls") or [{"function": message["function_call"]}]
     calls = _json_of(calls) if isinstance(calls, str) else calls
     parsed_calls: list[JsonMapping] = []
@@ -240,7 +240,7 @@ class ChatRenderer:
             return self.template.encode_all(texts)
         end = self.tokenizer.eos_token_id
         encoded = [list(ids) for ids in self.tokenizer(texts, verbose=False).input_ids]
-        return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers end every text
+        return [ids[:-1] if ids and ids[-1] == end else ids for ids in encoded]  # some tokenizers append an end token
 
     def rendered(self, prompts: Sequence[Made], where: Callable[[int], str]) -> list[Made]:
         """Adds token ids to prompts; returns None for a prompt dropped for its length, and a ValueError for a bad one.
@@ -301,7 +301,7 @@ class ChatRenderer:
     def completion_ids(
         self, messages: Messages | None, completion: Messages, arguments: JsonMapping | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Returns a completion's token ids, and a mask that is True on the policy's turns and their end tokens.
+        """Returns a completion's token ids, and a mask that is True on the policy's turns, including their end tokens.
 
         Args:
             messages: the prompt's messages; None if the prompt is given as token ids.
@@ -372,7 +372,7 @@ class ChatRenderer:
             text = self.template.render(messages, arguments, is_whole=is_whole)
         if any(message.get("tool_calls") for message in messages):
             plain = [{"content": "", **_without(message, "tool_calls")} for message in messages]
-            with contextlib.suppress(Exception):  # a template that fails without the calls reads them
+            with contextlib.suppress(Exception):  # if the template fails without the calls, it reads them
                 if text == self.template.render(plain, arguments, is_whole=is_whole):
                     text = ""
             if not text:

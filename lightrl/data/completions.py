@@ -108,8 +108,8 @@ class ReadAhead(Generic[Item]):
 class Windows:
     """Batches of the rows that are not dropped, epoch after epoch.
 
-    A window is the next `BATCHES * batch_size` such rows. Its start is known only when the window before it has been
-    read, so the checkpoint stores it.
+    A window is the next `BATCHES * batch_size` such rows. Its start is known only after the previous window has been
+    read, so the checkpoint stores the start.
     """
 
     read: Callable[[Sequence[int]], list[Made]]  # rows at positions; None for a dropped row, ValueError for a bad one
@@ -123,7 +123,7 @@ class Windows:
         return {"starts": sorted(self._starts.items())}
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the starts, so that earlier rows need not be read again; without it, the batches are the same."""
+        """Restores the starts. Without them, the batches are the same, but earlier rows must be read again."""
         self._starts = dict(state["starts"])
 
     @property
@@ -166,7 +166,7 @@ class Windows:
 
 
 class ChatSettings(SharedPromptSettings, total=False):
-    """The further arguments of SFTDataModule, for type checkers."""
+    """The additional arguments of SFTDataModule, for type checkers."""
 
     prompt_column: str
     answer_column: str | None
@@ -184,7 +184,7 @@ class CompletionDataModule(PromptDataModule):
 
     A completion is text, a message, a message's parts, or messages: the policy's turn, optionally followed by other
     messages and more turns. All turns are trained on. If all completions are whole chats, their common first
-    messages are the prompt, and no prompt column is needed; if there is one, the chats must begin with its messages.
+    messages are the prompt, and no prompt column is needed. If there is one, the chats must begin with its messages.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -207,7 +207,7 @@ class CompletionDataModule(PromptDataModule):
         **kwargs: Unpack[PromptSettings],
     ) -> None:
         super().__init__(train, validation, test, **kwargs)
-        check_bounds(2, max_tokens=max_tokens)  # a prompt and its end token
+        check_bounds(2, max_tokens=max_tokens)  # at least one prompt token and an end token
         self.max_tokens = max_tokens
         self._windows: Windows | None = None
         self._ahead: ReadAhead[Any] | None = None
@@ -228,8 +228,9 @@ class CompletionDataModule(PromptDataModule):
         return chats
 
     def _prompt_value(self, row: Row, where: str) -> object:
+        """Returns the prompt column's value. If completions are whole chats, their shared messages may replace it."""
         chats, prompt_value = self._chats(row, where), None
-        is_separate = list(chats) != [self.prompt_column]
+        is_separate = list(chats) != [self.prompt_column]  # completions are not in the prompt column
         if is_separate and not all(map(is_whole_chat, chats.values())):
             return super()._prompt_value(row, where)
         shared = shared_prompt(list(chats.values()))
@@ -414,8 +415,7 @@ class SFTDataModule(CompletionDataModule):
             assistant messages are trained on.
         answer_pattern_remove: a regular expression whose matches are removed from the completion. For example,
             `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
-        max_tokens: the longest chat allowed; None uses the model's context. `prompt_overflow` says what happens to
-            longer chats.
+        max_tokens: the longest chat allowed; None uses the model's context. For longer chats, see `prompt_overflow`.
         kwargs: other arguments of PromptDataModule.
     """
 

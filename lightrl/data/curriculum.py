@@ -1,4 +1,4 @@
-"""SuccessRateCurriculum: samples most often the prompts that the policy solves sometimes, but not always."""
+"""SuccessRateCurriculum: prefers prompts that the policy solves sometimes, but not always."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class SuccessRateCurriculum:
     A group's advantages come from differences between its trajectories. With rewards 0 and 1, their variance at success
     rate r is r·(1 - r), which is largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
     comes, once per epoch: 1 at the rate `target`, falling linearly to `floor` at the rates 0 and 1. Implements
-    Curriculum of lightrl.rollout.
+    `lightrl.rollout.Curriculum`.
 
     Args:
         target: the success rate with the highest weight, 0 to 1.
         floor: the lowest weight, so that prompts that are still too hard are tried again.
-        solved_times: drop a prompt when its whole group has solved it this many times in a row; None for never.
+        solved_times: drop a prompt when its whole group has solved it this many times in a row; None means never.
         memory: weight of earlier groups in the success rate, from 0 (only the last group counts) to below 1.
     """
 
@@ -30,7 +30,7 @@ class SuccessRateCurriculum:
         self.target, self.floor = target, floor
         self.solved_times, self.memory = solved_times, memory
         self._rates: dict[str, float] = {}  # prompt id → exponential mean of its groups' success rates
-        self._num_solved: dict[str, int] = {}  # prompt id → times solved in a row, if solved the last time
+        self._num_solved: dict[str, int] = {}  # prompt id → times solved in a row; absent if not solved last time
 
     def weight(self, prompt_id: str) -> float:
         """Returns 1 for a new prompt, 0 for a solved one, otherwise a weight between `floor` and 1."""
@@ -48,7 +48,7 @@ class SuccessRateCurriculum:
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Adds the success rate of a group of this prompt."""
+        """Adds the success rate of one of this prompt's groups."""
         past = self._rates.get(prompt_id, success_rate)
         self._rates[prompt_id] = self.memory * past + (1 - self.memory) * success_rate
         if success_rate < 1:

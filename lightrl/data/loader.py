@@ -2,7 +2,7 @@
 
 A user's train DataLoader becomes a PromptStream: its dataset's items are the prompts, its sampler decides whether they
 are shuffled, and its batch size is the number of prompts per iteration. The loader itself is never iterated. An
-iterable dataset is read in its order; if it has `state_dict` and `load_state_dict`, a resume skips earlier items.
+iterable dataset is read in order; if it has `state_dict` and `load_state_dict`, a resume does not read earlier items.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def prompt_source(
     trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
 ) -> PromptStream:
-    """Returns a fit's prompts by position; with `overfit_batches`, repeats the first prompts.
+    """Returns the stream of a fit's prompts; with `overfit_batches`, the stream repeats the first prompts.
 
     `seed` determines the order if a user's loader shuffles. Raises ValueError as `wrap_train_loader` does.
     """
@@ -63,7 +63,7 @@ def prompts_of(
 def wrap_train_loader(
     loader: object, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None, seed: int = 0
 ) -> PromptStream:
-    """Returns the prompts of a DataLoader by position.
+    """Returns the prompts of a DataLoader as a stream.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),

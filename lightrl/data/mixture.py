@@ -4,7 +4,7 @@
       - {source: openai/gsm8k, name: main, weight: 3}
       - {source: math.parquet, columns: {question: problem, answer: solution}}
 
-The source at a position depends only on the weights. Each source shuffles its own rows, and no row repeats before all
+The source at a position depends only on the weights. Each source shuffles its rows, and no row repeats before all rows
 have been used. One number therefore describes a run's progress, for any number of sources and ranks.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.trajectory import JsonObject
 
-_CYCLE = 1000  # shares are exact to a thousandth
+_CYCLE = 1000  # shares are rounded to thousandths
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class DataSource:
             dotted path of a function that accepts `split` and `arguments` and returns an iterable of dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset, for example `main`.
-        split: the split of a hub dataset or a function; None is `train` for training and `test` otherwise.
+        split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function.
         max_rows: use only the first rows; None uses all.
@@ -94,8 +94,8 @@ def sources_of(source: Source | None) -> list[DataSource]:
 class MixtureOrder:
     """Maps each position to a row, an index into the concatenated rows of all sources.
 
-    The sources' turns are spread evenly, so in any range of positions the shares are right to about one row. A single
-    source yields one `epoch_order` after another.
+    The sources' turns are spread evenly, so in any range of positions the shares are correct to within about one row. A
+    single source yields one `epoch_order` after another.
     """
 
     sizes: Sequence[int | None]  # rows of each source; None for a streamed source, which orders its rows itself
@@ -131,7 +131,7 @@ class MixtureOrder:
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def turn(self, position: int) -> tuple[int, int]:
-        """Returns the source whose turn it is, and its row: the index, or the number if the source is streamed."""
+        """Returns the source whose turn it is, and its row's index, or its row's number if the source is streamed."""
         source = self._cycle[position % len(self._cycle)]
         size, num_before = self.sizes[source], self.num_before(source, position)
         if size is None:
@@ -151,7 +151,7 @@ class MixtureOrder:
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
-    """Returns each source's number of turns per cycle, at least 1, by largest remainders and divided by their gcd."""
+    """Returns each source's turns per cycle, at least 1, rounded by largest remainders and divided by their gcd."""
     total = sum(weights)
     exact = [weight / total * _CYCLE for weight in weights]
     shares = [max(1, int(share + 1e-9)) for share in exact]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 10_000  # up to this many train rows are all checked at the start
-NUM_CHECKED = 1_000  # how many of the first rows to check if there are more; ROWS_AT_ONCE if they are streamed
+NUM_CHECKED = 1_000  # number of first rows to check if there are more; ROWS_AT_ONCE if they are streamed
 
 Split = Literal["train", "validation", "test"]
 
@@ -55,7 +55,7 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 
 
 class SharedPromptSettings(TypedDict, total=False):
-    """Those arguments of PromptDataModule that no subclass replaces, for type checkers."""
+    """The arguments of PromptDataModule that no subclass replaces, for type checkers."""
 
     row_filter: str | Callable[[Row], bool] | None
     image_column: str | None
@@ -92,18 +92,18 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
             makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
-            None only for a subclass with its own `make_prompts`, or without training.
+            None is only for a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         bad_rows: what to do with a row that is invalid JSON or gives no prompt: raise an `error`, or `drop` it.
         max_bad_fraction: with `bad_rows: drop`, the largest fraction of a split's rows, 0 to 1, that may be bad.
-        prompt_column: the prompt's text, or a list of chat messages. Any column may be a dotted path, like
+        prompt_column: has the prompt's text, or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
         image_column: an image, a list of images or None, for a policy that reads images: paths (relative to the data
             file's folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
-        answer_column: a column that every row must have, for the reward; None requires none.
+        answer_column: a column that the reward needs, so that every row must have it; None requires no column.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: a Jinja file or the template itself; replaces the tokenizer's for the whole run and in the
@@ -114,7 +114,7 @@ class PromptDataModule(L.LightningDataModule):
         max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
         prompt_overflow: what to do with a longer prompt: raise an `error` before training, or `drop` and log it.
-        shuffle: reorder the train prompts in each epoch, by (seed, epoch).
+        shuffle: reorder the train prompts in each epoch; the order depends only on (seed, epoch).
         seed: determines the order; None uses the seed of `seed_everything`, or 0.
     """
 
@@ -198,7 +198,7 @@ class PromptDataModule(L.LightningDataModule):
         Raises:
             ValueError: if the source is missing or empty, or a row lacks the prompt or the answer.
         """
-        passes = self._filter()
+        passes = self._row_test()
         parts = [rows.read_whole() for rows in self._open(split)]
         located = (rows.locate(index) for rows in parts for index in rows.row_keys())
         return [self._prompt(row) for row in located if passes(row)]
@@ -284,7 +284,7 @@ class PromptDataModule(L.LightningDataModule):
     def order_seed(self) -> int:
         return global_seed() if self.seed is None else self.seed
 
-    def _filter(self) -> Callable[[LocatedRow], bool]:
+    def _row_test(self) -> Callable[[LocatedRow], bool]:
         if self.row_filter is None:
             return lambda located: True
         row_filter = function_of(self.row_filter, "row_filter")
@@ -302,7 +302,7 @@ class PromptDataModule(L.LightningDataModule):
         parts: Sequence[SourceRows] = self._open(split)
         if split != "train":
             parts = [rows.read_whole() for rows in parts]
-        passes = self._filter()
+        passes = self._row_test()
         return self._prompts_of(parts, lambda located: self._prompt(located) if passes(located) else None)
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
@@ -396,7 +396,7 @@ class PromptDataModule(L.LightningDataModule):
                         f"No row of {rows.source.source!r} passes the filters. Remove the source, or loosen the "
                         "filters."
                     )
-            _warn_of_repeats(prompts.checked, self.prompts["validation"].checked)
+            _warn_about_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:
                 # Lightning validates if this hook is overridden, and would warn about an empty loader.
                 self.val_dataloader = super().val_dataloader  # type: ignore[method-assign]
@@ -469,8 +469,8 @@ class PromptDataModule(L.LightningDataModule):
         return type(self).make_prompts is PromptDataModule.make_prompts
 
 
-def _warn_of_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
-    """Warns of repeated train prompts, and of validation prompts that are also train prompts, if all were checked."""
+def _warn_about_repeats(train: CheckedRows | None, validation: CheckedRows | None) -> None:
+    """Warns about repeated train prompts, and validation prompts that are also train prompts, if all were checked."""
     if train is None or validation is None:
         return
     num, contents = len(train.contents), set(train.contents)

@@ -49,7 +49,7 @@ _POINTER = b"version https://git-lfs.github.com/"
 _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
-_PROGRESS_S = 5.0  # between log messages while a large file is scanned
+_PROGRESS_S = 5.0  # interval of log messages while a large file is scanned
 _NAME = "name of the row in messages"  # a column of a mapped CSV file
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
@@ -115,13 +115,13 @@ def read_rows(
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
-    kind, used = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    kind, allowed = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
     if not path.exists() and function_of_rows(source.source) is not None:
-        kind, used = "a function", ["split", "arguments"]
+        kind, allowed = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, used = "a file: only functions take arguments, and only hub datasets a name", []
+        kind, allowed = "a file: only functions take arguments, and only hub datasets a name", []
     for name in ("name", "split", "arguments"):
-        if name not in used and (value := getattr(source, name)):
+        if name not in allowed and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
 
 

@@ -1,5 +1,5 @@
 """SourceRows: the rows of one source. RowPrompts: the prompts of a split's rows. PromptStream: the train prompts in the
-run's order. IndexedRows reads a source by index, and StreamedRows (streamed.py) in order.
+run's order. IndexedRows reads a source by index; StreamedRows (streamed.py) reads it in order.
 
 A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1:
 each prompt once, in an order that depends only on (seed, e). A resume therefore needs only one number, for any number
@@ -180,15 +180,15 @@ class CheckedRows(NamedTuple):
 
 @dataclass(eq=False)
 class RowPrompts(Sequence["Prompt | None"]):
-    """The prompts of a split's rows, in the order of the data and by position in the run, made when they are read."""
+    """The prompts of a split's rows, in data order or by position in the run. Each is made when it is read."""
 
     parts: Sequence[SourceRows]  # one for each source
     prompt_of: PromptOf
     render: Callable[[Sequence[Made], Callable[[int], str]], list[Made]]  # as ChatRenderer.rendered
     seed: int  # determines the order
     shuffle: bool
-    ids: Sequence[str] = ()  # ids of all prompts if known; otherwise they are made from the rows, and unique
-    checked: CheckedRows | None = None  # if all rows were checked at the start
+    ids: Sequence[str] = ()  # ids of all prompts if known; otherwise ids are made from the rows and are unique
+    checked: CheckedRows | None = None  # None unless all rows were checked at the start
     bad: BadRows | None = None  # drops bad rows; None makes each an error
 
     @classmethod
@@ -273,7 +273,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
-        """Returns the prompts of these rows, given as (number of the source, key) in the order of the data."""
+        """Returns the prompts of these rows, given as (source number, key) in the order of the data."""
         parts = [
             part.read_whole().only([key for source, key in keys if source == number])
             for number, part in enumerate(self.parts)
@@ -294,7 +294,7 @@ class RowPrompts(Sequence["Prompt | None"]):
                 part.load_state_dict(state[str(number)])
 
     def row_keys(self) -> Iterator[tuple[int, Any]]:
-        """Yields (number of the source, key) for every row, in the order of the data."""
+        """Yields (source number, key) for every row, in the order of the data."""
         return ((number, key) for number, part in enumerate(self.parts) for key in part.row_keys())
 
     def _make(self, items: Iterable[T], locate: Callable[[T], LocatedRow]) -> list[Made]:
@@ -374,7 +374,7 @@ class PromptStream:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order; if it has changed, a checkpoint's positions refer to others."""
+        """Identifies the prompts and their order; if it has changed, a checkpoint's positions are no longer valid."""
         prompts = self.prompts
         if self.num_prompts is None:
             parts = ", ".join(str(part) for part in prompts.parts if part.num_rows is None)
@@ -400,5 +400,5 @@ class PromptStream:
         return self.prompts.state_dict(position)
 
     def load_state_dict(self, state: JsonMapping) -> None:
-        """Restores the streamed sources. Without it the prompts are the same, but earlier rows are read again."""
+        """Restores the streamed sources. Without it, the prompts are the same, but earlier rows are read again."""
         self.prompts.load_state_dict(state)

@@ -1,9 +1,9 @@
 """Sources that can only be read in order, for example a hub dataset that is not downloaded.
 
 Rows are read in blocks of `block_rows` consecutive rows; the last block of a pass over the source may be shorter. With
-`shuffle`, each pass shuffles the shards, and each block its rows. A row's number, counted over all passes, determines
-the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The checkpoint
-stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
+`shuffle`, the shards are shuffled in each pass, and the rows in each block. A row's number, counted over all passes,
+determines the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The
+checkpoint stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StreamedRow(NamedTuple):
 
 @dataclass(eq=False)
 class StreamedRows(SourceRows):
-    """Rows that are read in order. The number of rows in a pass is unknown, and a row itself is its key."""
+    """Rows that are read in order. The number of rows in a pass is unknown, and a row's key is the row itself."""
 
     shards: Sequence[OpenShard]  # each is read from its start to its end in every pass
     _: KW_ONLY
@@ -85,10 +85,10 @@ class StreamedRows(SourceRows):
         return None
 
     def key_at(self, number: int) -> StreamedRow:
-        """Reads to the end of the row's block; waits for the source."""
+        """Reads up to the end of the row's block; waits for the source."""
         with self._lock:
             if number < self._marks[0].number:
-                self._go_to(Mark())
+                self._go_to(Mark())  # the row's mark was deleted, so start over
             while self._marks[-1].number <= number:
                 self._read_next_block()
             mark = self._marks[bisect_right(self._marks, number, key=lambda item: item.number) - 1]
@@ -134,7 +134,7 @@ class StreamedRows(SourceRows):
 
     def _read_next_block(self) -> None:
         last = self._marks[-1]
-        reader, self._reader = self._reader or self._blocks_from(last), None  # not kept if it fails
+        reader, self._reader = self._reader or self._blocks_from(last), None  # the reader is not kept if it fails
         rows, following = next(reader)
         self._reader = reader
         self._shuffle_and_store(last.number, rows)
@@ -152,7 +152,7 @@ class StreamedRows(SourceRows):
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Yields blocks in the order of the source, each with the next block's mark; a pass may end in an empty one."""
+        """Yields blocks in the order of the source, each with the next block's mark; the last may be empty."""
         max_rows = self.source.max_rows
         while True:
             num_left = None if max_rows is None else max_rows - mark.num_read

@@ -14,18 +14,18 @@ from lightrl.trajectory import Group, Trajectory, files_of, read_records
 
 
 class TrajectoryDataModule(L.LightningDataModule):
-    """Trains an RLModule on recorded trajectories, without engine, rollout or reward.
+    """Trains an RLModule on recorded trajectories, without an engine, a rollout or a reward.
 
-    With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files with
-    `TrajectoryLog(every_n_iterations=1)`; with another loss, it shows the effect of that loss on the same trajectories.
+    With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files, if that run
+    used `TrajectoryLog(every_n_iterations=1)`. A different loss shows the effect of that loss on the same trajectories.
     Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the trainer
     (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the files,
-    also after a resume; after the last one, it starts over.
+    even after a resume. After the last iteration of the files, the run starts over with the first.
 
     Args:
         path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.
         batch_size: groups per iteration; None keeps the iterations of the files.
-        max_iterations: use only this many iterations, from the first on; None uses all.
+        max_iterations: use only the first iterations, up to this number; None uses all.
     """
 
     def __init__(self, path: str, *, batch_size: int | None = None, max_iterations: int | None = None) -> None:

@@ -43,7 +43,7 @@ Messages = Sequence[Mapping[str, Any]]
 Template = str | Mapping[str, str] | None  # Jinja text, or a mapping from names to Jinja texts
 
 _OPENED = re.compile(rf"(?:{THINKING_OPENS})\s*(?:(?:{THINKING_CLOSES})\s*)?\Z")
-_TAIL_TOKENS = 32  # at a prompt's end, to be decoded: enough for `<think>` and whitespace, even as byte tokens
+_TAIL_TOKENS = 32  # tokens to decode at a prompt's end; `<think>` and whitespace fit, even as byte tokens
 _ANSWER = "lightrl"
 MARK = "\ufdd0\ufdd1"  # Unicode noncharacters; inserted into special tokens that were typed as text
 _CALL = {"type": "function", "id": "call_0", "function": {"name": "f", "arguments": {"x": _ANSWER}}}
@@ -112,8 +112,8 @@ class ChatTemplate:
     """Renders chats with the policy's tokenizer, and decodes what the policy generated."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
-        self.tokenizer, self.image_reader = tokenizer, image_reader  # no reader if the policy accepts no images
-        self.end_token_ids: set[int] = set()  # end a turn, in addition to the tokenizer's and the template's end tokens
+        self.tokenizer, self.image_reader = tokenizer, image_reader  # `image_reader` is None for a text-only policy
+        self.end_token_ids: set[int] = set()  # additional end-of-turn tokens, besides the tokenizer's and template's
         # Each of these caches is valid for the template stored in it.
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
@@ -192,7 +192,7 @@ class ChatTemplate:
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Returns patterns of typed tokens that stay text: all special tokens, or the assistant's turn markers."""
         if self._typed[0] is not self.chat_template:
-            self._typed = self.chat_template, _one_of([]), _one_of([])  # used in the probe
+            self._typed = self.chat_template, _one_of([]), _one_of([])  # the probe below uses these empty patterns
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
             in_chats = [name for name in added if name in self._probe(2)]
             turn_markers = [name for name in in_chats if "think" not in name.lower()]
@@ -227,7 +227,7 @@ class ChatTemplate:
         JSON text.
         """
         if self._reads[0] is not self.chat_template:
-            for reads_text in (True, False, True):  # ends with True if neither works
+            for reads_text in (True, False, True):  # True if neither works
                 self._reads = self.chat_template, reads_text, True
                 if _ANSWER in self._probe(1, question=_ANSWER):
                     break

@@ -155,7 +155,7 @@ def load_parts(
     slices = {name: _Slice(file.get_slice(name), on_tensor) for file in opened for name in file.keys()}  # noqa: SIM118
     for name, ending in (renamed or {}).items():
         shape, dtype = list(model.get_parameter(name).shape), spec.build_options["dtype"]
-        candidates = [key for key in slices if key.endswith(ending)]  # in other towers the shape differs
+        candidates = [key for key in slices if key.endswith(ending)]  # tensors of other towers differ in shape
         source = min(candidates, key=lambda key: list(slices[key].get_shape()) != shape, default=None)
         if source is not None:
             if name in slices and not torch.equal(*(slices[key][:].to(dtype) for key in (name, source))):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_LIMITS = "time_step_limit"  # a Mamba layer's bounds on its step sizes
+_LIMITS = "time_step_limit"  # attribute with a Mamba layer's bounds on its step sizes
 _NO_LIMITS = (0.0, inf)
 
 

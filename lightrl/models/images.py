@@ -74,7 +74,7 @@ class ImageTable(NamedTuple):
         return image_reader.read(list(index_of))._replace(image_rows=torch.tensor(image_rows))
 
     def shown(self) -> ImageTable:
-        """Removes the images that no row shows, and renumbers the others."""
+        """Removes the images that no row shows, and renumbers the rest."""
         values, grids, rows = self.pixel_values, on_host(self.image_grids), on_host(self.image_rows)
         is_shown, new_rows = renumbered(rows, len(grids))
         if not is_shown.all():
@@ -101,7 +101,7 @@ class ImageReader:
 
     image_token_id: int
     tokens_each: int | None  # K; None if it depends on the image's size
-    processor: BaseImageProcessor  # its Pillow version
+    processor: BaseImageProcessor  # the Pillow version of the processor
     frame: tuple[int, int] | None = None  # Gemma 3's tokens around an image; its template writes only the first
     _cache: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -134,7 +134,7 @@ class ImageReader:
         return [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
-        """Returns token ids with K image tokens per image; the given ids have one, or already K, per image."""
+        """Returns token ids with K image tokens per image; the given ids have either one or K per image."""
         token_ids, counts = list(token_ids), self.counts(images)
         num_tokens = token_ids.count(self.image_token_id)
         if num_tokens not in (len(images), sum(counts)):
@@ -351,7 +351,7 @@ def image_inputs(
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
-    from torch.distributed.fsdp import FSDPModule  # late: a fifth of the import time, needed only in training
+    from torch.distributed.fsdp import FSDPModule  # imported late: slow, needed only in training
 
     if is_blank and not isinstance(model, FSDPModule):
         return {"inputs_embeds": pick(embeddings)}
@@ -406,7 +406,7 @@ def take_images(
 
     Args:
         messages: image parts look like `{"type": "image", "image": "cats/3.png"}`. `path` and `url` also work; a part
-            without any of the three shows the next of `images`.
+            without any of the three shows the next image in `images`.
         images: the row's images; if the messages have no image parts, they are put before the last user turn's text.
         folder: relative paths start here.
 
@@ -466,6 +466,7 @@ def save_processor(config: PretrainedConfig, folder: Path) -> None:
 
 
 def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
+    """Loads the image processor; makes one from the config if the model's folder has none or there is no folder."""
     from transformers import AutoImageProcessor, CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 
     source, vision = config.name_or_path, config.vision_config

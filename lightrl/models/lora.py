@@ -39,7 +39,7 @@ _HEAD = "score"  # the head of critics and reward models is trained directly, wi
 # peft settings that can change the model beyond adding B A → their harmless values, the default first.
 _HARMLESS: dict[str, Sequence[object]] = {
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change W
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # other values change W
     "megatron_config": (None,),  # otherwise peft imports the module that `megatron_core` names
     **dict.fromkeys(("fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), (False,)),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication"), (None,)),
@@ -50,7 +50,7 @@ _HARMLESS: dict[str, Sequence[object]] = {
 
 @dataclass(frozen=True)
 class LoRA(Tuning):
-    """Trains adapters instead of a model's own weights.
+    """Trains adapters instead of a model's weights.
 
     Args:
         rank: inner dimension of B A.
@@ -293,7 +293,7 @@ class LoRA(Tuning):
             )
         downs = (name for name in self.sources(model, "added") if ".lora_A." in name)
         targets = sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in downs})
-        config = json.loads(self.saved_config(model, None)) | {"target_modules": targets}  # instead of peft's paths
+        config = json.loads(self.saved_config(model, None)) | {"target_modules": targets}  # replaces peft's paths
         rank = config["r"]
         args = {
             "enable_lora": True,
@@ -357,7 +357,7 @@ def _targets_as_given() -> Iterator[None]:
     """Makes peft use the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
     try:
         from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # this release converts no names
+    except ImportError:  # this release of peft does not convert names
         yield
         return
     convert = conversion.convert_peft_config_for_transformers

@@ -66,7 +66,7 @@ class ModelDescription:
     tuning: str = ""  # a key of `TUNINGS`
     tuning_config: str | None = None  # JSON, see `Tuning.saved_config`; None if the checkpoint holds all weights
     base: str | None = None  # JSON, the ModelSpec of the base if the tuning keeps it
-    body: str | None = None  # the role whose body this role's head uses; None without a shared body
+    body: str | None = None  # the role whose body this role's head uses; None if the model is complete
 
     @classmethod
     def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
@@ -145,7 +145,7 @@ class ModelDescription:
         """Builds the model with these weights, without copying them; merges what the tuning added into the base.
 
         Args:
-            tensors: by the names of the model's `state_dict`; a tied weight may have only one of its names.
+            tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.
 
         Raises:
             ValueError: if a weight is missing, unknown or of the wrong shape.

@@ -36,7 +36,7 @@ LONGROPE_LENGTH = "original_max_position_embeddings"
 # What error messages call the limit of a row's length.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
-_LONGEST_PROBLEM = 600  # characters of an exception's text, since some texts list all model families
+_LONGEST_PROBLEM = 600  # characters; some of transformers' errors list all model families
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 # Families with bidirectional attention, unless their config says is_decoder.
 _ENCODERS = {
@@ -158,8 +158,8 @@ class ModelSpec:
             Python, also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this field becomes
             its folder, which other processes, checkpoints and exports can load.
         dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
-        attn_implementation: as in transformers; None is its default.
-        seed: the seed of random weights with `config`; None is the seed of `seed_everything`.
+        attn_implementation: as in transformers; None means its default.
+        seed: the seed of random weights with `config`; None means the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
         options: other arguments of `from_pretrained` for reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.

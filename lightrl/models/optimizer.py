@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Returns a module's models, and a critic's head on one of them, by attribute name."""
+    """Returns a module's models, and a critic's head on one of them, keyed by attribute name."""
     return {key: child for key, child in module.named_children() if key == "value_head" or hasattr(child, "base_model")}
 
 

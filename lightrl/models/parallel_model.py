@@ -38,7 +38,7 @@ Metric = Tensor | tuple[Tensor, Tensor]
 Backward = Callable[[Tensor], None]
 
 
-# More tokens to compute logprobs of: their ids, int64 [B, T, K], or the number K for the model's own top-k.
+# Additional tokens whose logprobs are computed: their ids, int64 [B, T, K], or K for the model's top-k tokens.
 Candidates = Tensor | int
 
 
@@ -66,7 +66,7 @@ class ParallelModel(Protocol):
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
-        """Yields whole parameters by their Hugging Face names, in buckets of about `bucket_bytes`; collective.
+        """Yields whole parameters with their Hugging Face names, in buckets of about `bucket_bytes`; collective.
 
         Rank 0 gets all parameters, and other ranks get one empty bucket; with `is_spread` each rank gets different
         parameters. Every rank must read all its buckets.

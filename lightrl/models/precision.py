@@ -34,14 +34,14 @@ def _apply_unrounded(module: torch.nn.Module, change: Callable[[Tensor], Tensor]
 def rounding_warning(
     optimizers: Iterable[torch.optim.Optimizer], total: Callable[[Tensor], Tensor] = lambda counts: counts
 ) -> str | None:
-    """Returns a warning if a step of size `lr` changes too few trained weights less precise than float32, else None.
+    """Returns a warning if a step of size `lr` changes too few of the low-precision trained weights, otherwise None.
 
     AdamW moves a weight by about `lr`; a step of less than half the distance to the next number is rounded away.
 
     Args:
         total: sums counts over ranks.
     """
-    counts, lrs = torch.zeros(2, dtype=torch.float64), set[float]()
+    counts, lrs = torch.zeros(2, dtype=torch.float64), set[float]()  # counts: weights, and those that a step can change
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         lr = float(group.get("initial_lr", group["lr"]))
         for parameter in group["params"] if lr else ():

@@ -5,7 +5,7 @@ train weights that took no part in sampling the token. Routes therefore travel w
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
 
-A token's routes are bytes: its k experts in each MoE block, first block first, each a uint8, or an int16 in models with
+A token's routes are bytes: its k experts in each MoE block, in block order, each a uint8, or an int16 in models with
 more than 256 experts. If all bytes of a block are 255, the experts are unknown, and the router chooses them. A
 completion also has the routes of its prompt, but none for its last token, which no forward has read yet; in a
 trajectory that token has 255s.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
-_ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; others may wrap it again
+_ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; other code may wrap it again
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
 _OFF = "Set record_routes of the engine to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
@@ -62,7 +62,7 @@ class RouteLayout:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> RouteLayout | None:
-        """Returns the layout for a config; None without experts. Builds the model on the meta device."""
+        """Returns the layout for a config; None for a model without experts. Builds the model on the meta device."""
         text = config.get_text_config()
         if not any("expert" in name or "moe" in name for name in vars(text)):
             return None
@@ -156,7 +156,7 @@ def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
     """Encodes expert ids [N, L, k] as bytes, uint8 [N, w]; an id below 0 makes the block's experts unknown."""
-    ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is 255 as uint8, twice 255 as int16
+    ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is one byte 255 as uint8, two as int16
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 

@@ -190,7 +190,7 @@ class Conversation:
         self.weight_versions: TokenArray[int] = TokenArray((), "i")
         self.columns: dict[str, TokenArray[Any]] = {}
         self._num_shown = 0  # number of images before the last turn
-        self._add_read(token_ids)
+        self._append_read(token_ids)
 
     def copy(self) -> Conversation:
         """Returns a copy that can continue differently."""
@@ -205,7 +205,7 @@ class Conversation:
         logprobs, versions = completion.logprobs, completion.weight_versions
         generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
         self.columns = extended(self.columns, start, completion.columns, len(completion.token_ids))
-        self._add(completion.token_ids, logprobs, versions, generated)
+        self._append(completion.token_ids, logprobs, versions, generated)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
         self._num_shown = len(self.images)
         return self._text_of_turn(completion.token_ids)
@@ -254,7 +254,7 @@ class Conversation:
         return replace(observed, token_ids=token_ids, images=images)
 
     def add_observation(self, observed: Observed) -> None:
-        self._add_read(observed.token_ids)
+        self._append_read(observed.token_ids)
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
@@ -268,7 +268,7 @@ class Conversation:
         if gap or GAPS.name in self.columns:
             before = self.columns[GAPS.name][:first] if GAPS.name in self.columns else GAPS.filled(first)
             self.columns[GAPS.name] = TokenArray.joined([before, [gap], [0] * (num_added - 1)], "i", as_runs=True)
-        self._add(
+        self._append(
             other.token_ids[start:], other.logprobs[start:], other.weight_versions[start:], other.loss_mask[start:]
         )
         self.turns += [
@@ -309,13 +309,13 @@ class Conversation:
             metrics=metrics,
         )
 
-    def _add_read(self, token_ids: Sequence[int]) -> None:
-        num = len(token_ids)
+    def _append_read(self, token_ids: Sequence[int]) -> None:
+        num = len(token_ids)  # the policy reads these tokens and did not generate them
         self.columns = extended(self.columns, len(self.token_ids), {}, num)
         read = {name: column.filled(num) for name, column in TOKENS.items()}
-        self._add(token_ids, read["behavior_logprobs"], read["weight_versions"], read["loss_mask"])
+        self._append(token_ids, read["behavior_logprobs"], read["weight_versions"], read["loss_mask"])
 
-    def _add(
+    def _append(
         self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], loss_mask: Sequence[bool]
     ) -> None:
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")

@@ -83,7 +83,7 @@ class Environment(ABC):
         return {}
 
     def close(self) -> Awaitable[None] | None:
-        """Releases what `reset` acquired; called once when a trajectory that started ends, even if it failed."""
+        """Releases what `reset` acquired; called once at the end of every started trajectory, even a failed one."""
         return None
 
     def tool_schemas(self) -> list[JsonObject]:
@@ -182,8 +182,8 @@ class _Literal(str):
 class RetryWithFeedback(Environment):
     """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
 
-    Each turn earns its improvement over the best reward so far. Without a discount the rewards of a trajectory
-    therefore sum to its best reward, so failing at first never pays off.
+    Each turn earns its improvement over the best reward so far. Without a discount, a trajectory's rewards
+    sum to its best reward, so failing at first never pays off.
 
     Args:
         reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. It gets `prompt`

@@ -78,7 +78,7 @@ class MultiTurn(Workflow):
         self.time_limit_s = time_limit_s
         self.step_timeout_s = step_timeout_s
         self.template: TurnRenderer = TurnRenderer(tokenizer)
-        first = self._make()
+        first = self._new_environment()
         self.continues = first.keeps_state
         self.tools = first.tool_schemas()
         self.template.check_template("tool" if self.tools else "user", self.tools)
@@ -95,7 +95,7 @@ class MultiTurn(Workflow):
 
         On cancellation, the call to the environment is cancelled (a thread is abandoned) and the environment is closed.
         """
-        environment = self._make()
+        environment = self._new_environment()
         try:
             return await self._converse(environment, prompt, generate, getattr(generate, "turn_log", None))
         finally:
@@ -149,7 +149,7 @@ class MultiTurn(Workflow):
         discounted = [reward * self.discount**turn for turn, reward in enumerate(rewards)]
         return conversation.trajectory(discounted, is_truncated=is_truncated, metrics=metrics)
 
-    def _make(self) -> Environment:
+    def _new_environment(self) -> Environment:
         environment: object = self.make_environment() if callable(self.make_environment) else None
         if not isinstance(environment, Environment):
             raise TypeError(

@@ -37,7 +37,7 @@ class _Session(ToolServer):
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer. Its RolloutErrors have no cause, so the policy is not blamed."""
+        """Returns the data of the server's answer. RolloutErrors have no cause here, so the policy is not blamed."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
@@ -78,9 +78,9 @@ class _Session(ToolServer):
 
     def _raise_refusal(self, kind: str, data: JsonMapping) -> JsonObject:
         fields = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in data.get("errors", ())]
-        full = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
+        advice = "Increase its max_concurrent_envs. " if data.get("code") == "CAPACITY_REACHED" else ""
         raise RolloutError(
-            f"The OpenEnv server {self.url} refused a {kind}: {data.get('message')} {full}"
+            f"The OpenEnv server {self.url} refused a {kind}: {data.get('message')} {advice}"
             f"({', '.join([str(data.get('code')), *fields])})."
         )
 
@@ -243,7 +243,7 @@ def _action_fields(url: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _tools_at(url: str) -> list[JsonObject]:
-    """Returns the schemas of the server's tools, in the form that chat templates expect."""
+    """Returns the schemas of the server's tools, in the format that chat templates expect."""
 
     async def ask() -> list[JsonObject]:
         session = _Session(url)

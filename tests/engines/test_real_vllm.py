@@ -72,7 +72,7 @@ def test_the_probe_finds_the_old_head_of_tied_embeddings(tmp_path, monkeypatch):
     config = tiny_config("vllm", tie_word_embeddings=True)
     server = start_server(tmp_path, "vllm", config)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", server["token"])
-    with pytest.raises(WeightSyncError, match=r"the engine has other weights than the trainer.*its probe differs"):
+    with pytest.raises(WeightSyncError, match=r"the engine has different weights from the trainer.*its probe differs"):
         fit(engine_at(server), config, tmp_path)
 
 

@@ -151,7 +151,7 @@ class ScriptedModel:
         """Undoes `keep_history`."""
 
     def keep_stale(self) -> None:
-        """Requests that are stale are answered with the present weights from now on, whatever is loaded."""
+        """Requests that are stale are answered with the current weights from now on, whatever is loaded."""
 
     def forget_stale(self) -> None:
         """No request is stale any more."""

@@ -56,14 +56,14 @@ def fit(folder: Path, engine: LocalEngine, *callbacks: Any, precision: Any = "32
 @pytest.mark.parametrize(("what", "lr"), [*((what, 1e-3) for what in IGNORES), ("everything", 1e-5)])
 def test_an_update_that_is_acknowledged_and_not_loaded_ends_the_run_after_one_iteration(tmp_path, what, lr):
     engine = Faulty(IGNORES[what])
-    with pytest.raises(WeightSyncError, match=r"engine has other weights than the trainer\. engine: its probe"):
+    with pytest.raises(WeightSyncError, match=r"engine has different weights from the trainer\. engine: its probe"):
         fit(tmp_path, engine, lr=lr)
     assert (engine.num_wrong, engine.weight_version) == (1, 1)
 
 
 def test_the_base_without_its_adapters_ends_the_run(tmp_path):
     engine = Faulty("")
-    with pytest.raises(WeightSyncError, match="other weights than the trainer"):
+    with pytest.raises(WeightSyncError, match="different weights from the trainer"):
         fit(tmp_path, engine, policy=Role(POLICY, lora=LoRA(rank=2)), lr=1e-3)
     assert engine.num_wrong == 1
 
@@ -101,7 +101,7 @@ def test_the_bound_is_several_times_what_healthy_engines_differ_by(dtype, mean_a
 
 
 class StaleCache(LocalEngine):
-    """Scores with the present weights and generates with those of version 0, as with stale key-values."""
+    """Scores with the current weights and generates with those of version 0, as with stale key-values."""
 
     def start(self, config):
         super().start(config)
@@ -126,7 +126,7 @@ class StaleCache(LocalEngine):
 
 
 def test_tokens_of_stale_key_values_end_the_run(tmp_path):
-    with pytest.raises(WeightSyncError, match=r"tokens that it sampled with the present weights differ from"):
+    with pytest.raises(WeightSyncError, match=r"tokens that it sampled with the current weights differ from"):
         fit(tmp_path, StaleCache(), lr=1e-2, group_size=32, max_steps=5)
 
 
@@ -190,7 +190,7 @@ def test_an_asynchronous_run_ends_before_it_trains_on_a_lie(lie, tmp_path):
     engine, module = Lying(LIES[lie]), TinyGRPO(lr=3e-2, group_size=8)
     trainer = make_trainer(tmp_path, engine=engine, callbacks=[StalenessControl(2)], max_steps=12)
     error = r"weight version (1000|-1) sampled token \d+ of a trajectory of group \d+, but .* must be from \d to \d "
-    words = r"it sampled with (the present weights|weight version \d) differ from" if "version" not in lie else error
+    words = r"it sampled with (the current weights|weight version \d) differ from" if "version" not in lie else error
     with pytest.raises(EngineError, match=words):
         trainer.fit(module, Digits())
     assert trainer.global_step <= engine.first + 2  # what was sampled then is trained on 2 iterations later
@@ -226,7 +226,7 @@ def test_no_wrong_row_is_trained_on_where_all_are_compared(max_staleness, num_mi
     engine = OneWrongAnswer(0.05)
     callbacks = [StalenessControl(max_staleness), WeightSync(verify="all")]
     trainer = make_trainer(tmp_path, engine=engine, callbacks=callbacks, max_steps=12)
-    with pytest.raises(WeightSyncError, match=r"it sampled with (the present weights|weight version \d) differ from"):
+    with pytest.raises(WeightSyncError, match=r"it sampled with (the current weights|weight version \d) differ from"):
         trainer.fit(TinyGRPO(lr=3e-2, group_size=8, num_minibatches=num_minibatches), Digits())
     assert engine.num_wrong == 1
     assert trainer.global_step <= 1 + max_staleness

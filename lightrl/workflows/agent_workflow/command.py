@@ -165,9 +165,9 @@ def check_command(command: Sequence[str] | None, template: str | None) -> None:
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes a folder inside one that `root_of` made, in a thread because it may be large.
+    """Deletes an agent's folder under `root_of`, in a thread because it may be large.
 
-    Leaves any other folder alone: a recorded trajectory may name one.
+    Ignores any other folder, because a recorded trajectory may name one.
     """
     if workspace is None:
         return

@@ -107,7 +107,7 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
         raise ValueError(f"renderer={name!r} needs the package renderers. Run `pip install renderers`.") from error
     try:
         renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-    except Exception as error:  # its type depends on what the tokenizer lacks
+    except Exception as error:  # the error's type depends on what the tokenizer lacks
         raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
     if isinstance(renderer, renderers.DefaultRenderer):
         raise ValueError(

@@ -232,7 +232,7 @@ async def _stream(
     """Streams the answer; an error within WAITING_S becomes an HTTP error, a later one an event."""
     await asyncio.wait({answering}, timeout=WAITING_S)
     if answering.done():
-        answering.result()  # raises its error, if any
+        answering.result()  # raises the error, if there is one
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
 

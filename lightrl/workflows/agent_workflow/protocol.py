@@ -148,7 +148,7 @@ class Exchange(ABC):
         """Yields the rest of a stream's events. The text is one event, since the engine returns whole completions."""
 
     def waiting_event(self) -> JsonObject | None:
-        """Returns an event that tells a waiting client that the stream is alive, or None to send a comment."""
+        """Returns an event that shows a waiting client that the stream is alive, or None to send a comment."""
         return None
 
     def error_event(self, error: RequestRefused) -> JsonObject:
@@ -178,7 +178,7 @@ class Exchange(ABC):
 
 
 def message_key(message: JsonMapping) -> MessageKey:
-    """Returns a key that ignores call ids, thinking, and white space around the policy's text."""
+    """Returns a key that ignores call ids, thinking, and whitespace around the policy's text."""
     calls = tuple(
         (str(call["function"]["name"]), json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls", [])
@@ -192,7 +192,7 @@ def message_key(message: JsonMapping) -> MessageKey:
 def tool_call(call_id: object, name: str, arguments: object) -> JsonObject:
     """Returns a call as it appears in messages; arguments given as JSON text are parsed."""
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # other text stays as it is
+        with contextlib.suppress(ValueError, RecursionError):  # other text is left unchanged
             loaded = json.loads(arguments)
             arguments = arguments if _is_deep(loaded) else loaded
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -247,7 +247,7 @@ def text_of(content: object) -> str:
 
 
 def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Merges leading system messages and gives later ones the role user, as strict chat templates require."""
+    """Merges leading system messages and turns later ones into user messages, as strict chat templates require."""
     start = next((index for index, each in enumerate(messages) if each["role"] != "system"), len(messages))
     first = [{"role": "system", "content": "\n\n".join(each["content"] for each in messages[:start])}]
     later = [{**each, "role": "user"} if each["role"] == "system" else each for each in messages[start:]]

@@ -38,7 +38,7 @@ Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or a
 
 
 class AgentWorkflow(Workflow):
-    """Runs an agent once per trajectory. Each run has a separate base_url, which records the policy's tokens.
+    """Runs an agent once per trajectory. Each run calls a separate base_url, where the policy's tokens are recorded.
 
     The agent's requests become one trajectory, which is a tree if they form several conversations (session.py).
     The loss mask is True only on the policy's tokens. The function's return value is stored in `Trajectory.rewards`, on

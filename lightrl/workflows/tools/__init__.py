@@ -1,4 +1,4 @@
-"""Tools: an environment whose tools the policy calls, as Python functions or on a server.
+"""Tools: an environment with tools that the policy calls, which are Python functions or run on a server.
 
 Reading order:
     environment.py  ToolEnvironment, the parser of calls, and the tools calculator and python

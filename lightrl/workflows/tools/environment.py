@@ -170,8 +170,8 @@ def _types_of(schema: Any) -> set[str]:
     """Returns the types that a JSON schema allows; all types if it names none."""
     fields = schema if isinstance(schema, Mapping) else {}
     choices = [choice for name in ("anyOf", "oneOf") for choice in fields.get(name, ())]
-    given = fields.get("type") or ([kind for choice in choices for kind in _types_of(choice)] or list(_TYPES))
-    types = {given} if isinstance(given, str) else set(given)
+    named = fields.get("type") or ([kind for choice in choices for kind in _types_of(choice)] or list(_TYPES))
+    types = {named} if isinstance(named, str) else set(named)
     return types | {"null"} if fields.get("nullable") else types
 
 
