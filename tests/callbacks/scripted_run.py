@@ -33,10 +33,6 @@ class ScriptedTrainer(L.Trainer):
     def weight_version(self) -> int:
         return self.global_step
 
-    @property
-    def iteration(self) -> int:
-        return self.global_step + 1
-
     def call_rl_hook(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:  # type: ignore[attr-defined]
             if hasattr(callback, name):

@@ -187,7 +187,6 @@ def test_the_warning_says_when_sampling_gives_one_completion_only() -> None:
 
 
 def test_the_warning_says_first_that_completions_were_cut() -> None:
-    """A reward or an environment that needs the end of an answer has not seen it."""
     cut = [make_trajectory(reward=0.0, sample=sample, finish_reason="length") for sample in range(4)]
     text = explain_zero_variance([Group(0, cut[0].prompt, cut)], 3)
     assert "100% were cut at the length limit" in text

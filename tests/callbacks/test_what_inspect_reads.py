@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer, tokenizer
 
-from lightrl import Experience, LearningCurve, RolloutProgressBar, StalenessControl, Trace, TrajectoryLog
+from lightrl import Experience, RolloutProgressBar, StalenessControl, Trace, TrajectoryLog
 from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import ProblemLog
 from lightrl.commands.inspect.answers import Answers
@@ -87,7 +87,7 @@ class Warned(TinyGRPO):
 
 def test_a_run_counts_iterations_from_1_everywhere_and_validates_before_training_at_0(tmp_path: Path, capsys) -> None:
     """In the lines that it prints, in metrics, curve, trajectories, trace and problems, and on the page."""
-    callbacks = [TrajectoryLog(1, table_every_n_iterations=1), LearningRateMonitor("step"), LearningCurve()]
+    callbacks = [TrajectoryLog(1, table_every_n_iterations=1), LearningRateMonitor("step")]
     callbacks += [ProblemLog(), Trace(max_cost=1.0), RolloutProgressBar(print_every_n_iterations=1)]
     settings = {"limit_val_batches": 1.0, "num_sanity_val_steps": -1, "val_check_interval": 2, "max_steps": 4}
     settings |= {"logger": CSVLogger(tmp_path, name="", version=""), "check_val_every_n_epoch": None}
@@ -110,9 +110,6 @@ def test_a_run_counts_iterations_from_1_everywhere_and_validates_before_training
     assert answers.answer("runs", {})[0]["traced"] == trained
     problems = map(json.loads, (tmp_path / "problems" / "rank-00000.jsonl").read_text().splitlines())
     assert [(one["iteration"], one["message"][-1]) for one in problems] == [(n, str(n - 1)) for n in trained]
-    curve = callbacks[2].state_dict()["curves"]
-    assert curve["val/reward"]["sums"][:, 0].tolist() == validated
-    assert curve["rollout/reward"]["sums"][:, 0].tolist() == trained
 
 
 class Failing(TinyGRPO):
