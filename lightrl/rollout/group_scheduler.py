@@ -121,7 +121,7 @@ class RolloutSettings:
         incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: start this fraction of P more groups than needed. Groups in flight that would hold a batch
-            back are given up, and the others are kept for later batches; on-policy, all of them are given up.
+            back are given up, and the others are kept for later batches; on-policy, all groups in flight are given up.
         workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
         defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
             and `group_filter` cannot read rewards. Only for on-policy runs.

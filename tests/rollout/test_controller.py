@@ -353,7 +353,7 @@ def test_a_blocked_event_loop_is_found_with_the_line_that_blocks_it(make: Make) 
     controller = make(workflow=Doing(block), loop_timeout_s=2)
     with pytest.raises(RolloutError, match=r"did not answer for loop_timeout_s=2.*threading.py"):
         controller.take(0)
-    with pytest.raises(RolloutError, match="use await"):
+    with pytest.raises(RolloutError, match="Use await"):
         controller.state_dict()
     released.set()
 

@@ -42,7 +42,7 @@ def check(row):
     assert row.outcome == ("refused" if row.family in REFUSED else "exact"), row.why
     if row.outcome == "refused":
         assert row.family in row.why
-        assert ("Use another model" if row.family == "zamba2" else "Use SGLangEngine") in row.why
+        assert ("Use a different model" if row.family == "zamba2" else "Use SGLangEngine") in row.why
         return
     assert row.max_abs_dlogp <= TOLERANCE
     assert row.packed == (row.family not in NOT_PACKED)

@@ -24,8 +24,8 @@ SLOW_FACTOR = 3.0  # warn about a server that takes this many times as long per 
 class ServerFleet:
     """The servers of an engine, and the sessions whose prefixes they hold.
 
-    A server is routable only after it has acknowledged the current weights. A session stays on a routable server until
-    it is `max_lead_tokens` busier than the least busy server; moving then costs less than the cached prefix saves.
+    A server is routable only after it has acknowledged the current weights. A session stays on a routable server while
+    it is at most `max_lead_tokens` busier than the least busy server, which is about what a cached prefix saves.
     """
 
     may_grow: bool = False  # whether new servers may join

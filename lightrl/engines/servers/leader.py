@@ -27,7 +27,7 @@ class Traffic:
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # requests wait for a load to end
     is_paused: bool = False
-    has_minimum: bool = False  # whether a request has min_new_tokens; servers would count from 0 after a pause
+    has_minimum: bool = False  # a request has min_new_tokens, which servers would count from 0 again after a pause
 
     @property
     def is_open(self) -> bool:
