@@ -316,7 +316,7 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
         start = file.read(3)
         if start[:2] in _UTF_16:
             raise ValueError(f"Data file '{path}' is UTF-16. {_TO_UTF_8}")
-        if start[:2] != b"\x1f\x8b":
+        if start[:2] != b"\x1f\x8b":  # not gzipped
             if path.stat().st_size <= _MAX_COPIED:
                 return start + file.read()
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

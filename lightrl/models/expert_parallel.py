@@ -46,7 +46,7 @@ def num_split_experts(config: PretrainedConfig) -> int:
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
-    _plan(model)
+    _plan(model)  # raises ValueError if the experts cannot be divided
     return math.gcd(*map(num_experts, moe_blocks(model).values()))
 
 

@@ -71,7 +71,7 @@ class ModelDescription:
     @classmethod
     def of(cls, model: PreTrainedModel, role: Role) -> ModelDescription:
         """Describes a role's model, whose weights may be sharded or on the meta device."""
-        kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))
+        kind = next(base for base in type(model).__mro__ if not base.__name__.startswith("FSDP"))  # FSDP2 wraps it
         generation_config = getattr(model, "generation_config", None)
         spec, tuning = role.spec, role.tuning
         base = json.dumps(asdict(replace(spec, seed=spec.random_seed))) if tuning.keeps_base else None

@@ -62,7 +62,7 @@ ENVIRONMENTS = [
     row("environment: a reward of 1e300", {"step": (None, 1e300, True)}, "up to 1e15", "reward=1e+300"),
     row("environment: a text for done", {"step": (None, 1.0, "no")}, "True or False", "done='no'"),
     row("environment: nothing to read and not done", {"step": (None, 1.0, False)}, "Odd.step returned no observation and done=False"),
-    row("environment: metrics that are a list", {"metrics": [1.0]}, "Odd.metrics must return", "by name, got [1.0]"),
+    row("environment: metrics that are a list", {"metrics": [1.0]}, "Odd.metrics must return", "numbers up to 1e15, got [1.0]"),
     row("environment: metrics with a text", {"metrics": {"a": "1"}}, "Odd.metrics must return", "{'a': '1'}"),
     row("environment: metrics of 10^5 names", {"metrics": NAMES}, "Odd.metrics must return a dict of at most 1,000"),
     row("environment: it exits", {"step": exits}, "Odd.step raised SystemExit: 3"),

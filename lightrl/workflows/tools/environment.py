@@ -300,7 +300,7 @@ class ToolEnvironment(Environment):
         self.tools = {tool.name: tool for tool in described}
         if not described or len(self.tools) < len(described):
             names = [tool.name for tool in described]
-            raise ValueError(f"tools must contain at least one tool, and each must have a different name, got {names}.")
+            raise ValueError(f"tools must contain at least one tool, with a different name for each, got {names}.")
         self.environment = environment() if environment is not None else None
         self.parser: ToolParser = function_of(parser, "parser")
         self.max_calls = max_calls
