@@ -84,8 +84,16 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
     # For the same reason batches have no dataset indices, which a prediction writer may ask for.
     (r"Couldn't infer the batch indices", UserWarning),
+    # Lightning 2.6.6 calls what torch 2.13 has renamed.
+    (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
+)
+
+
+# Lightning advertises its cloud whenever a Trainer is created.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+    lambda record: "Tip: For seamless cloud" not in record.getMessage()
 )
 
 
