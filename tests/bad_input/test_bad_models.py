@@ -153,6 +153,6 @@ def test_a_models_settings_are_refused(case):
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
 def test_too_little_memory_for_a_model_is_no_error_of_its_config(error):
-    with pytest.raises(ValueError, match="cannot be loaded: .* too little memory: use a smaller model"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* too little memory: use a smaller model"):
         with loading("A model", "Fix the config."):
             raise error
