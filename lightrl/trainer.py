@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
+# Lightning advertises its cloud whenever a Trainer is created.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "Tip: For" not in line.getMessage())
 
 # Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
@@ -88,12 +90,6 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
-)
-
-
-# Lightning advertises its cloud whenever a Trainer is created.
-logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
-    lambda record: "Tip: For seamless cloud" not in record.getMessage()
 )
 
 
