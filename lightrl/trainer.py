@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
+# Lightning advertises its cloud whenever a Trainer is created.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "Tip: For" not in line.getMessage())
 
 # Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
@@ -92,6 +94,8 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
     # For the same reason, batches have no dataset indices; a prediction writer may ask for them.
     (r"Couldn't infer the batch indices", UserWarning),
+    # Lightning 2.6.6 calls what torch 2.13 has renamed.
+    (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )

@@ -109,3 +109,10 @@ def test_the_site_needs_no_other_host():
     (script,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", config)  # the offline plugin's own is on another host
     assert (DOCS / script).is_file()
     assert "mermaid" not in config + "".join(path.read_text() for path in DOCS.rglob("*.md"))
+
+
+def test_links_between_files_of_the_repository_exist():
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text())]
+    assert len(links) > 100
+    assert [f"{page.name}: {link}" for page, link in links if not (page.parent / link).exists()] == []

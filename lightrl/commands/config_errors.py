@@ -60,7 +60,7 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
         names = [name.split(".", 1)[-1] for name in required[1].split(", ")]
         return f"{' and '.join(names)} must be set, in a --config file or as --{names[0]}."
     file = re.search("Unable to load config '(.+)'", error.message)
-    message = error.message.replace("<unicode string>", file[1] if file else "--config")
+    message = error.message.replace("<unicode string>", file[1] if file else "--config").removeprefix("Parser key ")
     # omit the subtrees that the parser quotes
     return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 

@@ -183,8 +183,8 @@ def configure_logging() -> None:
                 lightning_handler.setStream(_AboveProgressBar())
 
 
-# Lightning 2.6.6 advertises its cloud at every start, and lists devices, which lightrl lists together with the engine.
-_NOTICES = ("Tip: For seamless cloud", "GPU available: ", "TPU available: ", "HPU available: ")
+# Lightning 2.6.6 lists devices, which lightrl lists together with the engine.
+_NOTICES = ("GPU available: ", "TPU available: ", "HPU available: ")
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
@@ -195,7 +195,7 @@ def _is_of_interest(record: logging.LogRecord) -> bool:
         if "://" not in path and not Path(path).exists():  # an earlier error says why it was not saved
             return False
         record.msg = f"Saved {path}; --ckpt_path last continues from it."
-    return not text.lstrip("💡 ").startswith(_NOTICES)
+    return not text.startswith(_NOTICES)
 
 
 def silence_irrelevant() -> None:

@@ -60,7 +60,9 @@ def loading(source: str, fix: str) -> AbstractContextManager[None]:
     def named(error: BaseException) -> Exception:
         problem = (str(error) or type(error).__name__).strip()
         cut = "..." if len(problem) > _LONGEST_PROBLEM else ""
-        text = f"{source} cannot be loaded: {problem[:_LONGEST_PROBLEM].rstrip('.')}{cut}. {fix}"
+        is_out_of_memory = isinstance(error, MemoryError) or "can't allocate memory" in problem
+        advice = "The machine has too little memory: use a smaller model." if is_out_of_memory else fix
+        text = f"{source} cannot be loaded: {problem[:_LONGEST_PROBLEM].rstrip('.')}{cut}. {advice}"
         return OSError(text) if isinstance(error, OSError) else ValueError(text)
 
     return user_code(named)

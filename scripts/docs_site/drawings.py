@@ -312,8 +312,87 @@ def window() -> Drawing:
     return drawing
 
 
+def memory() -> Drawing:
+    drawing = Drawing("memory", 900, 330, "What a GPU holds in each phase: separate, colocated, and with offload")
+    for index, phase in enumerate(("rollout", "score", "update", "sync")):
+        drawing.note(290 + 170 * index, 24, phase)
+    kept = ("weights, moments",) * 4
+    work = ("", "+ activations of a forward", "+ gradients, activations", "+ a bucket of weights")
+    served = (*("engine weights, key-values",) * 3, "engine weights + bucket")
+    colocated = ("engine weights, key-values", *("weights, moments",) * 2, "engine weights + bucket")
+    shared = ("+ weights", *work[1:3], "+ weights")
+    offloaded = ("weights", "weights", "weights, moments", "weights")
+    rows = (
+        ("trainer, separate", kept, work), ("server, separate", served, ("",) * 4), ("colocated", colocated, shared),
+        ("trainer, optimizer offloaded", offloaded, work),
+    )  # fmt: skip
+    for row, (name, first, second) in enumerate(rows):
+        y = 40 + 72 * row
+        drawing.note(10, y + 30, name, anchor="start")
+        for index, lines in enumerate(zip(first, second, strict=True)):
+            drawing.box(f"{row}{index}", 205 + 170 * index, y, 164, 56, "")
+            drawing.note(287 + 170 * index, y + (24 if lines[1] else 32), *filter(None, lines))
+    return drawing
+
+
+def ppo() -> Drawing:
+    drawing = Drawing(
+        "ppo", 760, 250, "PPO's graph: what policy, reference and critic compute, and what the losses read"
+    )
+    drawing.box("rows", 20, 95, 130, 60, "experience", "tokens, rewards")
+    for index, (name, text) in enumerate(
+        (("policy", "proximal logprobs"), ("reference", "logprobs"), ("critic", "values"))
+    ):
+        drawing.box(name, 210, 15 + 80 * index, 170, 60, name, text, kind="strong")
+        drawing.arrow("rows.r", f"{name}.l")
+    drawing.box("advantages", 450, 95, 140, 60, "advantages", "GAE; returns")
+    drawing.box("policy_loss", 630, 15, 120, 60, "policy loss")
+    drawing.box("value_loss", 630, 175, 120, 60, "value loss")
+    drawing.arrow("policy.r", "policy_loss.l")
+    drawing.arrow("reference.r", "advantages.l")
+    drawing.arrow("critic.r", "advantages.b")
+    drawing.arrow("advantages.r", "policy_loss.b")
+    drawing.arrow("advantages.r", "value_loss.t")
+    return drawing
+
+
+def microbatch() -> Drawing:
+    drawing = Drawing("microbatch", 760, 260, "One microbatch under pp 2 and tp 2: the same rows on each stage's ranks")
+    drawing.box("rows", 10, 105, 120, 60, "microbatch", "packed rows")
+    for stage, x in ((0, 180), (1, 450)):
+        drawing.area(x, 10, 180, 240, f"stage {stage}")
+        for rank in (0, 1):
+            name = f"rank {2 * stage + rank}"
+            drawing.box(name, x + 15, 45 + 125 * rank, 150, 60, name, "half of each layer", kind="strong")
+        drawing.arrow(f"rank {2 * stage}.b", f"rank {2 * stage + 1}.t", "all-reduce", both=True)
+    drawing.arrow("rows.r", "rank 0.l")
+    drawing.arrow("rows.r", "rank 1.l")
+    for rank in (0, 1):
+        drawing.arrow(f"rank {rank}.r", f"rank {rank + 2}.l", "", both=True)
+    drawing.note(405, 60, "hidden states →", "← gradients")
+    drawing.box("loss", 665, 105, 85, 60, "loss")
+    drawing.arrow("rank 2.r", "loss.t")
+    drawing.arrow("rank 3.r", "loss.b")
+    return drawing
+
+
+def packages() -> Drawing:
+    drawing = Drawing("packages", 760, 572, "The packages: each imports only from the rows below it")
+    rows = (
+        ("commands",), ("plan",), ("trainer",), ("algorithms", "loops", "callbacks"), ("rollout", "module", "data"),
+        ("testing", "workflows"), ("engines", "strategies"), ("models", "dataflow"), ("rewards", "weights"),
+        ("experience",), ("functional",), ("trajectory",), ("checks", "columns", "concurrency", "trace"), ("errors",),
+    )  # fmt: skip
+    for row, names in enumerate(rows):
+        width = 740 / len(names)
+        for index, name in enumerate(names):
+            drawing.box(name, 10 + width * index + 4, 8 + 40 * row, width - 8, 32, name)
+    return drawing
+
+
 DRAWINGS: tuple[Callable[[], Drawing], ...] = (
     iteration, processes, few_gpus, many_gpus, asynchronous, sync, failure, window,
+    memory, ppo, microbatch, packages,
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import notebook_page  # noqa: E402
 import settings_page  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
+_PAGES = {"../README.md": "index.md", "../examples/quickstart/quickstart.ipynb": "notebook.md"}  # files that are pages
 log = logging.getLogger("mkdocs.plugins.lightrl")  # in which a warning fails `mkdocs build --strict`
 
 
@@ -33,8 +34,8 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
     def path_of(link: re.Match[str]) -> str:
         text, path = link[1], link[2]
-        if path == "../README.md":
-            return f"[{text}](index.md)"
+        if path in _PAGES:
+            return f"[{text}]({_PAGES[path]})"
         if not (ROOT / "docs" / path).exists():
             log.warning("%s links to %s, which does not exist.", page.file.src_path, path)
         shown = f"`{path.removeprefix('../')}`"

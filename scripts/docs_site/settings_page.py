@@ -98,6 +98,14 @@ def _page(title: str, section: str, names: list[str]) -> str:
             "The section also takes every argument of Lightning's Trainer; `trainer.callbacks`, `trainer.logger`, "
             "`optimizer` and `lr_scheduler` take Lightning's and torch's classes.",
             "",
+            "| Lightning's, often set | here |",
+            "|---|---|",
+            "| `max_steps`, `max_epochs`, `max_time` | the length of the run; a step is an iteration |",
+            "| `devices`, `num_nodes`, `accelerator` | processes and what they run on; `launch:` sets them too |",
+            "| `val_check_interval` | iterations between validations, with `check_val_every_n_epoch: null` |",
+            "| `gradient_clip_val` | bound of each update's gradient norm |",
+            "| `default_root_dir`, `logger` | where runs and metrics are written |",
+            "",
         ]
     for name in names:
         lines += _class_lines(Launch if name == "Launch" else getattr(lightrl, name), name, names)

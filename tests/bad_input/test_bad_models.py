@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.models import ModelSpec
+from lightrl.models.model_spec import loading
 
 pytestmark = pytest.mark.bad_input
 
@@ -148,3 +149,10 @@ def test_a_config_for_random_weights_is_refused(case):
 @each(SPECS)
 def test_a_models_settings_are_refused(case):
     refused(case, case.given)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
+def test_too_little_memory_for_a_model_is_no_error_of_its_config(error):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .* too little memory: use a smaller model"):
+        with loading("A model", "Fix the config."):
+            raise error

@@ -84,6 +84,7 @@ _SHORTENED: dict[str, object] = {
 def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if one fails."""
     logging.getLogger("lightrl").setLevel(logging.WARNING)
+    logging.getLogger("lightrl.data.prompts").addFilter(lambda record: "train prompts" not in record.getMessage())
     with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
         return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
 
