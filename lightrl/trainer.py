@@ -405,10 +405,9 @@ class Trainer(RLTrainer):
         resume.note_failure(error)
         failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
-            for callback in self._mute_checkpoints():
-                # Otherwise the failed rank warns, or there was nothing to save.
-                if failed_before is None and self.global_step:
-                    self._warn_of_no_checkpoint(getattr(callback, "dirpath", None))
+            muted = self._mute_checkpoints()
+            if muted and failed_before is None and self.global_step:  # otherwise the failed rank warns
+                self._warn_of_no_checkpoint(getattr(muted[0], "dirpath", None))
 
     def _run_rl_stage(self, module: RLModule) -> Any:
         """Opens engine, rollout and the other resources of a stage, then runs Lightning's loop."""

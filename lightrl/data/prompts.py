@@ -58,6 +58,8 @@ class SharedPromptSettings(TypedDict, total=False):
     """The arguments of PromptDataModule that no subclass replaces, for type checkers."""
 
     row_filter: str | Callable[[Row], bool] | None
+    bad_rows: Literal["error", "drop"]
+    max_bad_fraction: float
     image_column: str | None
     system_prompt: str | None
     prompt_template: str

@@ -47,18 +47,18 @@ def link():
     Path("a.ckpt").symlink_to("gone.ckpt")
 
 
-NONE = "'a.ckpt' is not a checkpoint of"
+NONE = "'a.ckpt' is not a lightrl checkpoint, or it is damaged"
 
 CHECKPOINTS = [
     row("checkpoint: an empty file", written(b""), NONE, "Use an earlier one"),
     row("checkpoint: a pointer of Git LFS", written(b"version https://git-lfs.github.com/spec/v1\n"), NONE),
     row("checkpoint: cut short", cut, NONE, "Use an earlier one"),
     row("checkpoint: a pickle that names a function", written(pickle.dumps(print, protocol=2)), NONE),
-    row("checkpoint: a list", saved([1]), NONE, "set model.policy"),
-    row("checkpoint: weights alone", saved({"policy.weight": torch.ones(3)}), NONE, "set model.policy"),
+    row("checkpoint: a list", saved([1]), "'a.ckpt' is not a run's checkpoint", "set model.policy"),
+    row("checkpoint: weights alone", saved({"policy.weight": torch.ones(3)}), "'a.ckpt' is not a run's checkpoint", "set model.policy"),
     row("checkpoint: an empty folder", folder(None, None), "a.ckpt lacks meta.pt or .metadata"),
-    row("checkpoint: a folder with an empty meta.pt", folder(b"", b""), "'a.ckpt/meta.pt' is not a checkpoint of"),
-    row("checkpoint: a folder of another program", folder_with({"step": 1}), "a.ckpt/meta.pt' is not a checkpoint of a"),
+    row("checkpoint: a folder with an empty meta.pt", folder(b"", b""), "'a.ckpt/meta.pt' is not a lightrl checkpoint"),
+    row("checkpoint: a folder of another program", folder_with({"step": 1}), "a.ckpt/meta.pt' is not a run's checkpoint"),
     row("checkpoint: a folder without .metadata", folder(b"", None), "a.ckpt lacks meta.pt or .metadata"),
     row("checkpoint: a link to nothing", link, "Checkpoint file not found: a.ckpt"),
 ]  # fmt: skip

@@ -91,9 +91,14 @@ OTHERS = [
     row("reply: to no request", {"id": None}, "as if it were None of 1"),
     row("reply: to a shorter prompt", {"prompt_tokens": 0}, "of 1 tokens as if it were r of 0"),
     row("reply: without the prompt's length", {"prompt_tokens": None}, "of 1 tokens as if it were r of None"),
-    row("reply: a version from the future", {"weight_version": "1005"}, "versions [1005]", "only have had 4 to 6"),
-    row("reply: a version from the past", {"weight_version": "3"}, "versions [3]", "only have had 4 to 6"),
-    row("reply: a version below 0", {"weight_version": "-1"}, "versions [-1]", "only have had 4 to 6"),
+    row(
+        "reply: a version from the future",
+        {"weight_version": "1005"},
+        "versions [1005]",
+        "only have had versions 4 to 6",
+    ),
+    row("reply: a version from the past", {"weight_version": "3"}, "versions [3]", "only have had versions 4 to 6"),
+    row("reply: a version below 0", {"weight_version": "-1"}, "versions [-1]", "only have had versions 4 to 6"),
 ]
 
 

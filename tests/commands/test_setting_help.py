@@ -24,7 +24,7 @@ def help_of(capsys, *args: str) -> str:
         (["--model.policy.help", "ModelSpec"], "policy.options", "other arguments of `from_pretrained`"),
         (["--model", "PPO", "--model.critic.help=Role"], "critic.lora", "adapters"),
         (["--model.help", "GRPO"], "model.clip_low", "the loss stops falling"),
-        (["--trainer.engine.help=SGLangEngine"], "timeouts.request_s", "is lost"),
+        (["--trainer.engine.help=SGLangEngine"], "timeouts.request_s", "as lost"),
         (["--launch.help"], "launch.ranks", "of the trainer"),
     ],
 )

@@ -22,6 +22,7 @@ from lightrl.plan.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_byt
 from lightrl.plan.memory import Misfit, PlannedRun, decoding_rows, engine_memory, misfits, rank_memories, role_cost
 from lightrl.plan.planned_run import planned_run, planned_training
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, ShardedExperience
+from lightrl.strategies.sharded_experience import TokenRows
 from lightrl.testing import TINY_CONFIG
 from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, ServerForm, block_fp8
@@ -115,8 +116,8 @@ def test_experience_is_that_of_an_iteration() -> None:
     trajectories = random_trajectories(32, 4, prompt_tokens=(20, 20), completion_tokens=(30, 30))
     shape = (len(trajectories), 50)
     made = ShardedExperience.from_trajectories(trajectories)
-    scores = {name: torch.zeros(shape) for name in ("values", "advantages", "returns")}
-    made = made.with_tensors(scores)
+    scores = TokenRows.of_padded(torch.zeros(shape), made.rows["lengths"])
+    made = made.with_tensors(dict.fromkeys(("values", "advantages", "returns"), scores))
     real = sum(rows.nbytes for values in made.tokens.values() for rows in values.rows)
     numbers = sum(value.nbytes for value in made.rows.values())
     planned = experience_bytes(3) * shape[0] * shape[1]

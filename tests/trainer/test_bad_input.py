@@ -61,7 +61,7 @@ def test_a_balancing_loss_is_refused_before_any_process_starts(make: Any, tmp_pa
 
 @pytest.mark.bad_input
 def test_minibatches_must_divide_the_iteration(tmp_path: Path) -> None:
-    message = r"num_minibatches=3 does not divide .*8 trajectories \(2 × group_size=4\)\..*Change"
+    message = r"num_minibatches=3 does not divide .*8 trajectories \(2 groups × group_size=4\)\..*Change"
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path).fit(TinyGRPO(num_minibatches=3, reward="digit_reward.token_reward"), datamodule=Digits())
     assert not our_threads()

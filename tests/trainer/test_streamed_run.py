@@ -84,5 +84,7 @@ def test_a_bad_row_ends_the_run_with_its_name(tmp_path: Path) -> None:
     rows[290] = {"question": " ", "answer": "1"}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = str(tmp_path / "rows.jsonl")
-    with pytest.raises(lightrl.errors.RolloutError, match=r"Prompt 290 .*Row 291 of .* has an empty column 'question'"):
+    with pytest.raises(
+        lightrl.errors.RolloutError, match=r"Prompt 290 .*Line 291 of .* has an empty column 'question'"
+    ):
         fit(tmp_path, TinyGRPO(), data(source, shuffle=False, batch_size=50), max_steps=6, engine=FakeEngine())
