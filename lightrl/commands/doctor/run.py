@@ -84,9 +84,18 @@ _SHORTENED: dict[str, object] = {
 def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if one fails."""
     logging.getLogger("lightrl").setLevel(logging.WARNING)
-    logging.getLogger("lightrl.data.prompts").addFilter(lambda record: "train prompts" not in record.getMessage())
-    with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
-        return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
+    prompts = logging.getLogger("lightrl.data.prompts")
+    prompts.addFilter(_is_no_repeat)
+    try:
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
+            return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
+    finally:
+        prompts.removeFilter(_is_no_repeat)
+
+
+def _is_no_repeat(record: logging.LogRecord) -> bool:
+    """Filters the warning about validation prompts that are also train prompts, which the check of the data prints."""
+    return "train prompts" not in record.getMessage()
 
 
 class _RunCheck(LightRLCLI):
