@@ -77,7 +77,7 @@ class TrainedModule(L.LightningModule):
 
 
 class SharedSettings(TypedDict, total=False):
-    """Those arguments of RLModule that no algorithm replaces, for type checkers; in each class, `kwargs`."""
+    """Arguments of RLModule that every algorithm passes on as `kwargs`, for type checkers."""
 
     reward: str | RewardPart | list[RewardPart] | RewardFunction | None
     reward_model: str | ModelSpec | Role | None

@@ -515,7 +515,7 @@ class Trainer(RLTrainer):
                     logger._version = logger.version + 1
                 versions[root] = logger.version
                 _ = logger.experiment  # CSVLogger's warns about other loggers' files
-        for callback in self.checkpoint_callbacks:
+        for callback in self.checkpoint_callbacks if self.state.fn == TrainerFn.FITTING else ():
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
 

@@ -13,7 +13,7 @@ from lightrl.commands.main import COMMANDS
 from scripts import rings
 
 MAX_CORE_LINES = 38040
-MAX_CORE_AND_OPTION_LINES = 45549
+MAX_CORE_AND_OPTION_LINES = 45547
 MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 21, "LoRA": 10}
 MAX_ENTERED = (5600, 800, 74)  # lines, functions and files of a warm iteration, of which some depend on threads
 

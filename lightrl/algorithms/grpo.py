@@ -30,7 +30,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class FamilySettings(SharedSettings, total=False):
-    """Those arguments of GRPO that no other algorithm replaces, for type checkers; below, those that some replace."""
+    """Arguments of GRPO that every algorithm accepts, for type checkers. The classes below have those that some fix."""
 
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
@@ -70,7 +70,7 @@ class WeightsSettings(TypedDict, total=False):
 
 
 class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
-    """For algorithms with their own baseline and `group_size`."""
+    """Arguments of algorithms that fix the baseline and choose `group_size`."""
 
 
 class GRPO(RLModule):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NUM_ITERATIONS = 3  # of which the first is a warm-up
+_NUM_ITERATIONS = 3  # the first is a warm-up
 _LEAST_FRACTION = 0.5
 _WHAT = {
     "rollout": "the wait for completions",
@@ -40,7 +40,7 @@ class Bottleneck(RLCallback):
     def __init__(self) -> None:
         self._tape: Tape | None = None  # while it measures
         self._events: list[Event] = []
-        self._ends_ns: list[int] = []  # of the iterations, after the start of the first
+        self._ends_ns: list[int] = []  # start of the first iteration, then the end of each
         self._overlaps = False  # whether rollouts overlap the update
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

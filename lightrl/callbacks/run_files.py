@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
@@ -40,7 +41,7 @@ KINDS = {
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
     "predictions.jsonl": "trajectories of lightrl predict, one per line",
-    "checkpoints": "continue with fit --ckpt_path checkpoints/last.ckpt",
+    "checkpoints": "fit --ckpt_path last continues from the newest",
     "exported": "the trained model as a Hugging Face folder",
     "trace": "where the time went: summary.json, trace.json",
     "problems": "warnings, errors and drops, a file per rank",
@@ -169,7 +170,7 @@ class StatusFile(RLCallback):
         self._enter(trainer, "end of the iteration")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self._enter(trainer, "interrupted")
             return
         self._content["error"] = f"{type(exception).__name__}: {exception}"
@@ -322,7 +323,9 @@ class TimedCheckpoint(ModelCheckpoint):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_saved = any(item.save_last and item.save_on_exception for item in self._others(trainer))
         if self.save_on_exception and not (is_saved or trainer.sanity_checking):
-            trainer.save_checkpoint(self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST))
+            path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+            trainer.save_checkpoint(path, weights_only=False)
+            log.info("Saved %s; --ckpt_path last continues from it.", path)
 
     def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
         return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]

@@ -1,6 +1,6 @@
 """Finds secrets in settings by their names and by a few patterns, and removes them from files that a run shares.
 
-A leak is worse than a lost setting. But `chosen_key` names a column, so an unknown kind of key is judged by its value.
+A leak is worse than a lost setting. But `chosen_key` names a column, so for an unknown kind of key its value decides.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
     def parse_object(self, obj: Any, namespace: Any = None, *rest: Any, **options: Any) -> Any:
         settings = vars(obj) if isinstance(obj, Namespace) else obj
         for name, value in settings.items():
-            is_flag = type(value) is Flag
-            settings[name] = self._value(name, str(value), namespace) if is_flag else self._kept(name, value, namespace)
+            read = self._value if type(value) is Flag else self._merge_earlier
+            settings[name] = read(name, str(value) if type(value) is Flag else value, namespace)
         return super().parse_object(obj, namespace, *rest, **options)
 
-    def _kept(self, name: str, value: Any, earlier: Any) -> Any:
-        """Returns the value; an earlier string to which it adds settings becomes the first field of a data class."""
+    def _merge_earlier(self, name: str, value: Any, earlier: Any) -> Any:
+        """Returns the value. An earlier string to which it adds settings becomes the first field of a data class."""
         kinds, added = classes_in(self._type(name)), value
         if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
             first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
@@ -185,9 +185,9 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
             return word
         if not isinstance(value, str):
             return f"{name}={yaml_of(value)}"
-        kept = _Word(word)
-        kept.value = value
-        return kept
+        marked = _Word(word)
+        marked.value = value
+        return marked
 
     def _value(self, path: str, typed: str, earlier: Any) -> object:
         """Returns a flag's value; if it is a plain string, jsonargparse reads it as YAML."""
@@ -199,12 +199,12 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         with contextlib.suppress(yaml.YAMLError, RecursionError):
             loaded = get_loader("yaml")(typed)
         if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:
-            self._kept(name, nested(below, loaded), earlier)
+            self._merge_earlier(name, nested(below, loaded), earlier)
             return Flag(typed)
         value = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
         if value is not None:
             return SettingText(value) if isinstance(value, str) else value
-        value = self._kept(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
+        value = self._merge_earlier(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
         return value if path.endswith("+") and isinstance(value, list) else typed
 
 
@@ -321,7 +321,7 @@ class _SettingCheck:
         return None
 
     def _check_placement(self, arguments: Mapping[str, object], path: str, owner: str) -> None:
-        """Raises UsageError if the file that sets class_path has one of these arguments beside it."""
+        """Raises UsageError if the file that sets class_path has one of these arguments next to it."""
         class_file = self._origin(f"{path}.class_path").partition(":")[0]
         for name in arguments:
             origins = (at for place, at in self._origins.items() if f"{place}.".startswith(f"{path}.{name}."))

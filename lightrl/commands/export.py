@@ -126,7 +126,7 @@ def export_checkpoint(
 
 
 def averaged(states: Iterable[dict[str, Tensor]], decay: float | None) -> dict[str, Tensor]:
-    """Averages models' tensors by name, one model in memory at a time beside the float32 average.
+    """Averages models' tensors by name, with one model at a time in memory, besides the float32 average.
 
     Raises:
         ValueError: if the models differ in names or shapes.

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.checks.bounds import check_positive
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
@@ -63,7 +64,7 @@ class PlanCLI(LaunchedCLI):
 
     def fit(self, **kwargs: object) -> None:
         """Prints the plan instead of training."""
-        module, launched = self.model, self.launched
+        module, launched, device_bytes = self.model, self.launched, self._device_bytes()
         accelerator = self.config[self.config.subcommand].trainer.accelerator
         if isinstance(module, RLModule):
             graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
@@ -83,23 +84,24 @@ class PlanCLI(LaunchedCLI):
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
         try:
-            run = planned(module, self.trainer, self.datamodule)
-            assert run is not None
-            costs = costs_text(run if launched is None else launched.of_memory(run), self._device_bytes())
+            costs = costs_text(self._planned(reads_models=True), device_bytes)
         except UnknownMemory as error:
-            run = planned(module, self.trainer, self.datamodule, reads_models=False)
-            assert run is not None
-            costs = f"{_batches_text(run if launched is None else launched.of_memory(run))}\n\n{error}"
+            costs = f"{_batches_text(self._planned(reads_models=False))}\n\n{error}"
         except ValueError as error:
             costs = str(error)
         sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
 
+    def _planned(self, *, reads_models: bool) -> PlannedRun:
+        run = planned(self.model, self.trainer, self.datamodule, reads_models=reads_models)
+        return run if self.launched is None else self.launched.of_memory(run)
+
     def _device_bytes(self) -> float | None:
         """Returns the memory of each GPU in bytes; None if it is not set and there is no GPU."""
         settings = self.config_init[self.config.subcommand]
-        memory_gb = settings.get("gpu_memory_gb") or getattr(settings.get("launch"), "gpu_memory_gb", None)
-        if memory_gb is not None:
-            return float(memory_gb) * 1e9
+        for memory_gb in (settings.get("gpu_memory_gb"), getattr(settings.get("launch"), "gpu_memory_gb", None)):
+            if memory_gb is not None:
+                check_positive(gpu_memory_gb=memory_gb)
+                return float(memory_gb) * 1e9
         is_here = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
@@ -196,10 +198,9 @@ def _memory_text(run: PlannedRun) -> str:
         rows: list[tuple[str, ...]] = [("", *(ranks_text(memory.ranks) for memory in memories))]
         rows += [(cause, *(bytes_text(parts.get(cause, 0.0)) for parts in used)) for cause in causes]
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
-        columns = range(1, len(memories) + 1)
         if len(memories) > _MAX_COLUMNS:  # leave out the last ranks
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
-        blocks.append(_titled(f"{name}, on paper", rows, right=columns))
+        blocks.append(_titled(f"{name}, on paper", rows, right=range(1, len(memories) + 1)))
         if any(parts.get("gathered") for parts in used):
             blocks[-1] += f"\n  {_GATHERED}"
     return "\n\n".join(blocks)
@@ -229,10 +230,9 @@ def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str
     if engine is None or engine.place != "servers" or device_bytes is None:
         return []
     num, total = decoding_rows(run, engine, device_bytes), rows_of(run, engine)
-    text = (
-        f"of {total:,} trajectories of maximum length fit a server; the others wait, so generation takes up to "
-        f"{math.ceil(total / num)} times as long. Increase servers or tp, or lower max_new_tokens."
-    )
+    how = f"generation takes up to {math.ceil(total / num)} times as long"
+    fix = "Increase servers or tp, or lower max_new_tokens."
+    text = f"of {total:,} trajectories of maximum length fit a server; the others wait, so {how}. {fix}"
     return [("run at once", f"{num:,}", text)] if num < total else []
 
 
@@ -267,8 +267,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
     """Does the same as `batch_rows` for a run that trains on data, without rollouts."""
-    rows, dp = run.trajectories, run.roles[0].dp
-    name = "pairs" if run.group_size == 2 else "chats"
+    rows, dp, name = run.trajectories, run.roles[0].dp, "pairs" if run.group_size == 2 else "chats"
     numbers = [
         (f"{name} per batch", run.prompts or 1, "data.batch_size" if run.prompts else "not stated by the data: 1"),
         ("batches per update", run.batches_per_update or 1, "trainer.accumulate_grad_batches"),
@@ -286,7 +285,6 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
     update = math.ceil(total / run.num_minibatches)
     rank_tokens = math.ceil(update / dp) * run.longest
     in_flight, updates = run.max_staleness + 1, run.num_minibatches * run.update_epochs
-    how_updates = f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}"
     microbatches = max(1, math.ceil(rank_tokens / run.microbatch))
     per_microbatch = f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter"
     longest = f"{run.prompt_tokens:,} of the prompt ({run.prompt_source}) + {run.new_tokens:,} new"
@@ -297,7 +295,11 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
         ("trajectories in flight, at most", total * in_flight, f"P · G · (max_staleness + 1) = {total} · {in_flight}"),
         ("tokens per trajectory, at most", run.longest, longest),
         ("tokens per iteration, at most", total * run.longest, f"{total:,} · {run.longest:,}"),
-        ("updates per iteration", updates, how_updates),
+        (
+            "updates per iteration",
+            updates,
+            f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}",
+        ),
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
         ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),

@@ -1,4 +1,4 @@
-"""Which process created a file or folder, and whether it is still running: marks in names, and locks of folders.
+"""Marks in names, and locks of folders: which process created or uses a file or folder, and whether it is running.
 
 A mark is `<process id>-<start time>-<host>`, because process ids are reused and hosts share folders. The start time is
 the kernel's, in clock ticks since boot, or 0 on systems without /proc. Containers on one machine count as separate

@@ -147,13 +147,8 @@ class PromptDataModule(L.LightningDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        check_bounds(
-            1,
-            batch_size=batch_size,
-            validation_batch_size=validation_batch_size,
-            max_prompt_tokens=max_prompt_tokens,
-            min_prompt_tokens=min_prompt_tokens,
-        )
+        check_bounds(1, batch_size=batch_size, validation_batch_size=validation_batch_size)
+        check_bounds(1, max_prompt_tokens=max_prompt_tokens, min_prompt_tokens=min_prompt_tokens)
         check_choice(("error", "drop"), prompt_overflow=prompt_overflow, bad_rows=bad_rows)
         check_bounds(0, 1, max_bad_fraction=max_bad_fraction)
         self._columns_shown = columns_shown(prompt_template) - {"prompt", prompt_column}
@@ -256,10 +251,9 @@ class PromptDataModule(L.LightningDataModule):
             row = {key: value for key, value in row.items() if key != self.image_column}
         file = Path(source.source).expanduser()
         folder = file.parent if file.is_file() else Path()
+        listed = in_column if isinstance(in_column, list) else [in_column]
         try:
-            messages, images = take_images(
-                messages, in_column if isinstance(in_column, list) else [in_column], folder=folder
-            )
+            messages, images = take_images(messages, listed, folder=folder)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         return messages, images, row
@@ -488,7 +482,7 @@ def _warn_about_repeats(train: CheckedRows | None, validation: CheckedRows | Non
 
 
 def _row_of(item: object, where: str) -> Row:
-    if isinstance(item, ValueError):  # of a reader of text files
+    if isinstance(item, ValueError):  # a reader of text files yields it for a bad row
         raise item
     if not isinstance(item, Mapping):
         raise ValueError(f"{where} must be a dict of columns, got a {type(item).__name__}.")

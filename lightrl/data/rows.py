@@ -23,12 +23,13 @@ import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from lightrl.checks.files import nearest_files
+from lightrl.checks.printable import count_text
 from lightrl.trajectory import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later c
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
 _PROGRESS_S = 5.0  # interval of log messages while a large file is scanned
-_NAME = "name of the row in messages"  # a column of a mapped CSV file
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 
@@ -102,11 +102,8 @@ def read_rows(
     elif path.is_dir() or not _looks_local(source):
         rows = _mapped_rows(load_dataset(source, name, split), max_rows)
     else:
-        kinds = ", ".join(FILE_SUFFIXES)
-        raise ValueError(
-            f"Data file '{path}' does not exist. It must be a {kinds} file or a hub name. "
-            f"{nearest_files(path, *FILE_SUFFIXES)}"
-        )
+        needed = f"It must be a {', '.join(FILE_SUFFIXES)} file or a hub name. {nearest_files(path, *FILE_SUFFIXES)}"
+        raise ValueError(f"Data file '{path}' does not exist. {needed}")
     if not rows:
         raise ValueError(f"Data {source!r} has no rows.")
     return rows
@@ -166,10 +163,10 @@ def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
         try:
             result[new] = column_of(row, old)
         except KeyError as error:
-            raise ValueError(
-                f"{where} has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: "
-                f"{', '.join(map(repr, row))})."
-            ) from error
+            problem = (
+                f"has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: {', '.join(map(repr, row))})"
+            )
+            raise ValueError(f"{where} {problem}.") from error
     return result
 
 
@@ -237,15 +234,22 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
     arguments = {"path": path, "max_rows": max_rows, "version": version}
     try:
         dataset = datasets.Dataset.from_generator(_csv_rows, gen_kwargs=arguments)
-        names = dataset.select_columns(_NAME)
-        return replace(_mapped_rows(dataset.remove_columns(_NAME), None), name=lambda index: names[index][_NAME])
     except datasets.exceptions.DatasetGenerationError as error:
         raise ValueError(str(error.__cause__ or error)) from error
 
+    def read(index: int) -> Row:
+        row: Row | str = json.loads(dataset[index]["row"])
+        if isinstance(row, str):
+            raise ValueError(row)
+        return row
 
-def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[Row]:
-    """Yields the first rows with their names. `datasets` caches them by these arguments; `version` changes with it."""
-    return ({**row, _NAME: name} for name, row in islice(read_csv(path), max_rows) if isinstance(row, dict))
+    return Rows(len(dataset), read, lambda index: str(dataset[index]["name"]))
+
+
+def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[dict[str, str]]:
+    """Yields names, and rows or errors as JSON. `datasets` caches them by these arguments; `version` is the file's."""
+    for name, row in islice(read_csv(path), max_rows):
+        yield {"name": name, "row": json.dumps(row if isinstance(row, dict) else str(row))}
 
 
 def _mapped_rows(dataset: Any, max_rows: int | None) -> Rows:
@@ -266,10 +270,9 @@ def load_dataset(
         if data_files is not None:
             problem = f"cannot be read as {source.title()}: {error.__cause__ or error}"
             raise ValueError(f"Data file {data_files!r} {problem}.") from error
-        raise ValueError(
-            f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. It must be a local "
-            f"{', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
-        ) from error
+        problem = f"Dataset {source!r} (name={name!r}, split={split!r}) cannot be loaded: {error}. "
+        needed = f"It must be a local {', '.join(FILE_SUFFIXES)} file or a hub name. Fix the name, or go online."
+        raise ValueError(problem + needed) from error
 
 
 def json_able(row: Row) -> Row:
@@ -292,8 +295,7 @@ def without_padding(value: Any, *, is_listed: bool = False) -> Any:
 
 
 def _looks_local(source: str) -> bool:
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    return is_path or file_suffix(source) in FILE_SUFFIXES
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or file_suffix(source) in FILE_SUFFIXES
 
 
 def file_suffix(path: str | Path) -> str:
@@ -398,7 +400,10 @@ def read_json(path: Path) -> Iterator[NamedRow]:
 
 
 def read_csv(path: Path) -> Iterator[NamedRow]:
-    """Yields the rows of a .csv file, whose first line names the columns; raises ValueError at the first bad row."""
+    """Yields the rows of a .csv file, and a ValueError for each that does not have the first line's columns.
+
+    Raises ValueError if two columns have the same name, or at invalid CSV, after which no row can be read.
+    """
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
     try:
@@ -406,14 +411,12 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"Data file '{path}' has two columns {repeated[0]!r}. Rename one of them.")
         for row in reader:
-            if None in row or None in row.values():
-                num = sum(value is not None for value in row.values()) + len(row.get(None) or [None]) - 1
-                raise ValueError(
-                    f"Line {reader.line_num} of '{path}' has {num} columns, but the first line has {len(names)}. Quote "
-                    "values that contain a comma or a line break."
-                )
-            num_breaks = sum(len(_BREAK.findall(value)) for value in row.values())
-            yield f"Line {reader.line_num - num_breaks} of '{path}'", dict(row)
+            extra: Any = row.pop(None, [])  # values beyond the named columns
+            values = [value for value in (*row.values(), *extra) if value is not None]
+            name = f"Line {reader.line_num - sum(len(_BREAK.findall(value)) for value in values)} of '{path}'"
+            num = count_text(len(values), "column")
+            wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with a comma or line break."
+            yield name, dict(row) if len(values) == len(names) else ValueError(wrong)
     except csv.Error as error:
         raise ValueError(f"Line {reader.line_num} of '{path}' is not valid CSV: {error}. Close its quotes.") from error
 

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
-_ASSUMED_ROWS = 1000  # of a streamed source, for the fraction of bad rows
+_ASSUMED_ROWS = 1000  # number of rows that a streamed source is assumed to have
 _MAX_MADE = 4096  # how many prepared prompts are kept
 
 # The result for a row: its prompt, None if it is dropped, or an error if it is bad.
@@ -162,7 +162,7 @@ class BadRows:
             return ValueError(f"{made} (`lightrl doctor data` lists all bad rows; `data.bad_rows: drop` drops them.)")
         if self.num_bad > self.max_fraction * max(self.num_read, self.num_rows or _ASSUMED_ROWS):
             return ValueError(
-                f"{self.num_bad} of the first {self.num_read} rows are bad, which exceeds max_bad_fraction="
+                f"{self.num_bad} bad rows among the first {self.num_read} exceed max_bad_fraction="
                 f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last: {made}"
             )
         if self.num_bad == 1:

@@ -1,4 +1,4 @@
-"""FakeEngine: a rollout engine without a model. It is deterministic, and can be told to be slow, fail or hang."""
+"""FakeEngine: a rollout engine without a model. It is deterministic, and can be made slow, fail or hang on request."""
 
 from __future__ import annotations
 

@@ -256,9 +256,8 @@ class CheckpointConnector(_CheckpointConnector):
         path = Path(self.trainer.ckpt_path or "")
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
             age = f", saved {duration_text(time.time() - path.stat().st_mtime)} ago" if path.exists() else ""
-            done, total = self.trainer.global_step, self.trainer.max_steps
-            of_total = f" of {total}" if total > 0 else ""
-            log.info("Continues after iteration %d%s from %s%s.", done, of_total, path, age)
+            of_total = f" of {self.trainer.max_steps}" if self.trainer.max_steps > 0 else ""
+            log.info("Continues after iteration %d%s from %s%s.", self.trainer.global_step, of_total, path, age)
 
     def restore_optimizers(self) -> None:
         strategy = self.trainer.strategy

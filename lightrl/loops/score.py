@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -121,7 +121,7 @@ def score(
     def runs_here(call: ModelCall) -> bool:
         return holders_of(call, ranks).is_here if is_forward(call) else ranks.is_main or call.on_all_ranks
 
-    return CallRun(
+    scored: ShardedExperience = CallRun(
         module.data_flow(),
         sharded,
         run,
@@ -131,6 +131,7 @@ def score(
         share=functools.partial(share_outputs, sharded, module) if ranks.size > 1 else None,
         on_wait=ranks.step,
     ).finish()
+    return scored
 
 
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
@@ -284,12 +285,11 @@ def _function_outputs(
 
 WAIT_S = 1.0  # seconds between calls of `on_wait`
 
-_State = TypeVar("_State")
 _Results = Mapping[str, Any]
 
 
 @dataclass
-class CallRun(Generic[_State]):
+class CallRun:
     """Runs the infer calls of a graph; `finish` returns the state with their results added.
 
     Calls of the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
@@ -311,9 +311,9 @@ class CallRun(Generic[_State]):
     """
 
     graph: DataFlowGraph
-    state: _State
-    run: Callable[[ModelCall, _State], _Results]
-    add: Callable[[_State, _Results], _State]
+    state: Any
+    run: Callable[[ModelCall, Any], _Results]
+    add: Callable[[Any, _Results], Any]
     left_out: Collection[str] = ()
     runs_here: Callable[[ModelCall], bool] = lambda call: True
     share: Callable[[ModelCall, _Results], _Results] | None = None
@@ -329,7 +329,7 @@ class CallRun(Generic[_State]):
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
-    def finish(self) -> _State:
+    def finish(self) -> Any:
         """Runs all calls; raises TrainingError if one misses its deadline."""
         self.start_ready()
         trainer_calls = [call for call in self.calls if not runs_in_thread(call)]
@@ -420,7 +420,7 @@ class CallRun(Generic[_State]):
                 self._raise_if_failed()
                 self.on_wait()
 
-    def _run_in_thread(self, call: ModelCall, state: _State) -> None:
+    def _run_in_thread(self, call: ModelCall, state: Any) -> None:
         try:
             with span(call.name, "score"):
                 outputs = self.run(call, state)

@@ -55,7 +55,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """Returns how a metric's values are joined, judged by the first word after the last slash of its name."""
+    """Returns how a metric's values are joined, as determined by the first word after the last slash of its name."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")

@@ -78,22 +78,22 @@ class TrainerSettings:
         )
 
 
-def planned(module: Any, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun | None:
-    """Plans a run; returns None if the module is neither an RLModule nor a SupervisedModule.
+def planned(module: Any, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
+    """Plans a run of an RLModule or a SupervisedModule.
 
     Args:
         trainer: a Trainer, or TrainerSettings.
         reads_models: False plans batch sizes alone, for models whose configuration cannot be read here.
 
     Raises:
-        UnknownMemory: if a model's configuration cannot be read here, or lacks sizes.
+        UnknownMemory: for other modules, and if a model's configuration cannot be read here, or lacks sizes.
         ValueError: if the models do not fit the ranks.
     """
     if isinstance(module, RLModule):
         return planned_run(module, trainer, data, reads_models=reads_models)
     if isinstance(module, SupervisedModule):
         return planned_training(module, trainer, data, reads_models=reads_models)
-    return None
+    raise UnknownMemory(f"The memory of a {type(module).__name__} is not estimated.")
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
@@ -107,8 +107,6 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
         run = planned(module, trainer, data)
     except ValueError as error:  # the dimensions of a model are not known
         log.info("%s", error)
-        return
-    if run is None:
         return
     if not can_compile(strategy.root_device.type):
         run = replace(run, roles=tuple(replace(role, is_compiled=False) for role in run.roles))

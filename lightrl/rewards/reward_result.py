@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from numbers import Complex, Real
 from typing import Any
 
 from lightrl.checks.printable import count_text
@@ -232,7 +233,7 @@ def _number(value: object, what: str, trajectory: Trajectory, largest: float = _
         return float(value)  # type: ignore[arg-type]
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
-    if not hasattr(type(value), "__float__"):
+    if not hasattr(type(value), "__float__") or (isinstance(value, Complex) and not isinstance(value, Real)):
         raise _invalid(f"{problem} {shown}.")
     try:
         number = float(value)  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ class PromptsAhead:
     """Makes prompts ahead of need; belongs to the controller's event loop."""
 
     cursor: PromptCursor  # determines which prompts come next
-    tasks: Tasks  # told to fail the run if the stream raises
+    tasks: Tasks  # ends the run if the stream raises
     then: Callable[[], Coroutine[object, None, None]]  # starts the admissible groups once prompts have been made
     _making: asyncio.Task[None] | None = None
 

@@ -314,7 +314,7 @@ class Rewards:
 
     reward_worker: RewardWorker  # has been started
     drops: DropCounter  # counts the trajectories whose reward failed
-    tasks: Tasks  # told to fail the run if the worker fails
+    tasks: Tasks  # ends the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)

@@ -104,7 +104,7 @@ class WorkflowPool:
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
     num: int  # the number of workers
-    tasks: Tasks  # the controller's; told to fail the run if a worker cannot be started
+    tasks: Tasks  # the controller's; ends the run if a worker cannot be started
     silent_s: float  # a worker that does not answer for this long counts as hanging
 
     def __post_init__(self) -> None:

@@ -223,7 +223,7 @@ class SplitModel:
     tied_group: dist.ProcessGroup | None
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
-        """Tells FSDP whether this is the stage's last backward, after which it reduces gradients over dp."""
+        """Sets whether this is the stage's last backward, after which it reduces gradients over dp."""
         module = self.stages[stage]
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)

@@ -54,7 +54,7 @@ FILES = [
     row("lines in .json", ("a.json", OK + OK), "'a.json' is not valid JSON", "name it .jsonl"),
     row("an empty .csv", ("a.csv", b""), "'a.csv' has no rows"),
     row("a row with more columns than the first line", ("a.csv", CSV + b"1,2\n1,2,3\n"), "Line 3 of 'a.csv' has 3 columns", "2", "Quote"),
-    row("a row with fewer columns", ("a.csv", CSV + b"1\n"), "Line 2 of 'a.csv' has 1 columns", "2"),
+    row("a row with fewer columns", ("a.csv", CSV + b"1\n"), "Line 2 of 'a.csv' has 1 column,", "2"),
     row("two columns of a name", ("a.csv", b"question,question\n1,2\n"), "'a.csv' has two columns 'question'", "Rename"),
     row("a quote that stays open in .csv", ("a.csv", CSV + b'"1,2\n3,4\n'), "of 'a.csv' is not valid CSV", "quotes"),
     row("a .parquet that is none", ("a.parquet", b"PAR1 no"), "a.parquet"),

@@ -80,6 +80,11 @@ def test_all_bad_rows_are_named_not_only_the_first(settings, config, capsys):
     assert "Line 1 of 'rows.jsonl' has no column 'answer'" in said
     assert "Line 3 of 'rows.jsonl' is not valid JSON" in said
     assert "Line 4 of 'rows.jsonl' has an empty column 'question'" in said
+    assert "A run drops" not in said
+    for fraction, code in ((0.75, 0), (0.7, 1)):  # of the four rows
+        name = config(data_settings(settings, lines, bad_rows="drop", max_bad_fraction=fraction))
+        assert main(["doctor", "data", "--config", name]) == code
+        assert ("A run drops the bad rows (bad_rows: drop)." in capsys.readouterr().out) is (code == 0)
 
 
 def test_prompts_with_other_images_are_no_repetitions():

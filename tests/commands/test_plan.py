@@ -254,6 +254,12 @@ def test_a_module_that_trains_on_data_has_its_batches_and_memory(
     assert "flowchart" not in out
 
 
+@pytest.mark.parametrize("flag", ["--gpu_memory_gb=-5", "--gpu_memory_gb=0", "--launch.gpu_memory_gb=0"])
+def test_a_gpu_without_memory_is_refused(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUICKSTART, flag]) == 2
+    assert "gpu_memory_gb must be a finite number above 0, got" in capsys.readouterr().err
+
+
 def test_trajectories_that_wait_for_a_servers_memory_are_counted(printed_plan: Printed, tmp_path: Path) -> None:
     servers = ["--trainer.engine=SGLangEngine", "--trainer.engine.servers=2", "--trainer.accelerator=gpu"]
     arguments = [*layer_of(tmp_path, {"config": BIG}), *servers, "--model.sampling.max_new_tokens=3072"]

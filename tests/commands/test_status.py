@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import StatusFile
@@ -82,13 +83,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert run([]) == 2
 
 
-def test_ctrl_c_is_an_interruption_and_no_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), SIGTERMException()], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interruption_is_no_failure(interruption: BaseException, tmp_path: Path) -> None:
     callback = StatusFile()
     trainer = SimpleNamespace(
         engine=None, iteration=1, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
     )
     callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
-    callback.on_exception(trainer, None, KeyboardInterrupt())  # type: ignore[arg-type]
+    callback.on_exception(trainer, None, interruption)  # type: ignore[arg-type]
     callback.teardown(trainer, None, "fit")  # type: ignore[arg-type]
     text = status_text(tmp_path)
     assert "phase      interrupted" in text

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,16 +177,21 @@ def test_a_template_that_shows_what_the_reward_reads_is_warned_of_once(
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
 @pytest.mark.parametrize("split", ["train", "validation"])
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_bad_rows_are_dropped_and_counted_up_to_a_fraction(
-    tmp_path: Path, plain_tokenizer, caplog: pytest.LogCaptureFixture, split: str, streaming: bool
+    tmp_path: Path, plain_tokenizer, caplog: pytest.LogCaptureFixture, split: str, streaming: bool, suffix: str
 ):
-    good = [json.dumps({"question": str(n), "answer": "1"}) for n in range(6)]
-    bad = ["{", "[1]", '{"question": "7"}', '{"question": " ", "answer": "1"}']
-    (tmp_path / "rows.jsonl").write_text("\n".join([*bad[:2], *good, *bad[2:]]))
-    (tmp_path / "good.jsonl").write_text("\n".join(good))
+    first, good, bad = [], [json.dumps({"question": str(n), "answer": "1"}) for n in range(6)], ["{", "[1]"]
+    bad += ['{"question": "7"}', '{"question": " ", "answer": "1"}']
+    where = "Line 1 of .* is not valid JSON"
+    if suffix == "csv":
+        first, good, bad = ["question,answer"], [f"{n},1" for n in range(6)], ["7", "7,1,2", "7,", ",1"]
+        where = "Line 2 of .* has 1 column, but the first line has 2"
+    (tmp_path / f"rows.{suffix}").write_text("\n".join([*first, *bad[:2], *good, *bad[2:]]))
+    (tmp_path / f"good.{suffix}").write_text("\n".join([*first, *good]))
 
     def questions(**settings: Any) -> list[str]:
-        given = {"train": "good.jsonl", "validation": None, split: "rows.jsonl"}
+        given = {"train": f"good.{suffix}", "validation": None, split: f"rows.{suffix}"}
         sources = {
             name: None if file is None else DataSource(str(tmp_path / file), streaming=streaming)
             for name, file in given.items()
@@ -195,13 +201,13 @@ def test_bad_rows_are_dropped_and_counted_up_to_a_fraction(
             return [prompt.fields["question"] for prompt in data.prompts[split]]
         return [prompt.fields["question"] for n in range(10) if (prompt := data.prompt_stream[n]) is not None][:6]
 
-    with pytest.raises(ValueError, match=r"Line 1 of .* is not valid JSON.*`data.bad_rows: drop` drops them"):
+    with pytest.raises(ValueError, match=rf"{where}.*`data.bad_rows: drop` drops them"):
         questions()
     assert questions(bad_rows="drop", max_bad_fraction=0.4) == list("012345")
-    assert "Bad rows are dropped (bad_rows: drop). The first: Line 1 of " in caplog.text
+    assert re.search(rf"Bad rows are dropped \(bad_rows: drop\). The first: {where}", caplog.text)
     assert ("Dropped 4 bad of 10" in caplog.text) is not (split == "train" and streaming)
     few = 0.001 if split == "train" and streaming else 0.3  # of 1,000 rows, as there may be more
-    with pytest.raises(ValueError, match=r"rows are bad, which exceeds max_bad_fraction=0.* The last: Line"):
+    with pytest.raises(ValueError, match=r"bad rows among the first \d+ exceed max_bad_fraction=0.* The last: Line"):
         questions(bad_rows="drop", max_bad_fraction=few)
 
 

@@ -62,6 +62,7 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
         (None, "its return value is None .NoneType.\\."),
         ("1.0", "must return a number"),
         ([1.0], "must return a number"),
+        (np.complex64(1 + 2j), "must return a number"),
         (np.array([1.0, 2.0]), r"is array\(\[1., 2.\]\) \(ndarray\): only"),
         ({}, 'needs the key "reward"'),
         ({"score": 1.0}, r"a dict with \['score'\]"),

@@ -51,6 +51,13 @@ def test_a_folder_with_a_name_is_for_one_run_at_a_time(settings: Any, setting: s
     assert [path.name for path in folder.parent.iterdir()] == ["mine"]
 
 
+def test_a_validation_beside_a_fit_may_name_its_checkpoints(tmp_path: Path) -> None:
+    with held_by_another_run(tmp_path / "mine"):
+        make_trainer(tmp_path, enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path / "mine")).validate(
+            TinyGRPO(), datamodule=Digits()
+        )
+
+
 def test_a_run_that_fails_before_its_first_iteration_leaves_no_folder(tmp_path: Path) -> None:
     policy = ModelSpec(config=CONFIG | {"num_hidden_layers": 0}, tokenizer="tiny_run.tokenizer")
     with pytest.raises(ValueError, match="num_hidden_layers >= 1"):

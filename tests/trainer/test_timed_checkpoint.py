@@ -29,7 +29,7 @@ def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it
 
 @pytest.mark.parametrize(("steps", "is_interrupted"), [(3, False), (2, True)], ids=["at the end", "on Ctrl-C"])
 def test_it_saves_the_last_iteration_where_the_users_checkpoint_does_not(
-    steps: int, is_interrupted: bool, tmp_path: Path
+    steps: int, is_interrupted: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def interrupt(trainer: lightrl.Trainer, *_: object) -> None:
         if is_interrupted and trainer.global_step == steps:
@@ -38,8 +38,10 @@ def test_it_saves_the_last_iteration_where_the_users_checkpoint_does_not(
     best = ModelCheckpoint(tmp_path / "best", monitor="rollout/reward", mode="max", every_n_train_steps=100)
     callbacks = [best, LambdaCallback(on_train_batch_start=interrupt)]
     trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
-    with pytest.raises(SystemExit) if is_interrupted else contextlib.nullcontext():
+    ends = pytest.raises(SystemExit) if is_interrupted else contextlib.nullcontext()
+    with ends, caplog.at_level("INFO", logger="lightrl"):
         trainer.fit(TinyGRPO(), datamodule=Digits())
+    assert ("last-timed.ckpt; --ckpt_path last continues from it." in caplog.text) is is_interrupted
     (place,) = (tmp_path / "best").iterdir()
     assert (place.name, torch.load(place, weights_only=True)["global_step"]) == ("last-timed.ckpt", steps)
 

@@ -68,12 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add("data", "reads every row of the train and validation data, as a run would")
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
-    reward.add_argument(
-        "--completions",
-        default="policy",
-        choices=("policy", "reference"),
-        help="where completions come from: the initial policy, or the data's answer_column (default policy)",
-    )
+    source = "where completions come from: the initial policy, or the data's answer_column (default policy)"
+    reward.add_argument("--completions", default="policy", choices=("policy", "reference"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")

@@ -32,6 +32,7 @@ class SplitReport:
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
+    is_unreadable: bool = False  # the last problem ended the reading
     times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's content → times
 
     def add(self, rows: Sequence[Prompt | ValueError | None]) -> None:
@@ -41,6 +42,11 @@ class SplitReport:
         self.num_dropped += sum(row is None for row in rows)
         self.num_tokens += [prompt.num_tokens for prompt in prompts]
         self.times_seen.update(hash(prompt.content) for prompt in prompts)
+
+    def is_refused(self, max_bad_fraction: float) -> bool:
+        """Whether a run that drops at most this fraction of bad rows would end with an error."""
+        num_bad = len(self.problems)
+        return self.is_unreadable or num_bad > max_bad_fraction * (len(self.num_tokens) + self.num_dropped + num_bad)
 
     def counts_text(self) -> str:
         lengths = sorted(self.num_tokens)
@@ -104,12 +110,13 @@ def read_split(
                 num_read += len(rows)
                 bar.update(len(rows))
         except ValueError as error:
-            report.problems.append(str(error))  # the stream ends here
+            report.problems.append(str(error))
+            report.is_unreadable = True
     return report
 
 
 def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> int:
-    """Prints counts of the train and validation rows, and all bad rows; returns 1 if there are bad rows."""
+    """Prints counts of the train and validation rows, and all bad rows; returns 1 if a run would refuse these."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         name = type(datamodule).__name__
@@ -121,6 +128,8 @@ def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> 
         lines.append(f"{report.name}: {report.counts_text()}")
         lines += [f"  {escape_unprintable(problem)}" for problem in report.problems[:_MAX_PROBLEMS]]
         lines += [f"  … and {num_hidden} more"] if num_hidden > 0 else []
+        if report.problems and not report.is_refused(datamodule.max_bad_fraction):
+            lines.append("  A run drops the bad rows (bad_rows: drop).")
     lines += repeats(*reports)
     sys.stdout.write("\n".join(lines) + "\n")
-    return int(any(report.problems for report in reports))
+    return int(any(report.is_refused(datamodule.max_bad_fraction) for report in reports))

@@ -149,10 +149,8 @@ class _RunCheck(LightRLCLI):
         """Runs the checks and the trial."""
         module, datamodule = self.model, self.datamodule
         if not isinstance(module, RLModule):
-            raise UsageError(
-                f"lightrl doctor run needs an RLModule such as GRPO, got {type(module).__name__}. For data alone: "
-                "lightrl doctor data."
-            )
+            needed = f"an RLModule such as GRPO, got {type(module).__name__}"
+            raise UsageError(f"lightrl doctor run needs {needed}. For data alone: lightrl doctor data.")
         self._check_before(module, datamodule)
         checkpoints = [callback for callback in self.user_callbacks if isinstance(callback, ModelCheckpoint)]
         if not checkpoints and self.user_trainer.get("enable_checkpointing") is not False:
@@ -218,7 +216,7 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 class Trial(RLCallback):
     """Ends the run after two iterations and measures them; it is the last callback, so it sees what the others log."""
 
-    checkpoints: Sequence[ModelCheckpoint] = ()  # those of the run; the trial itself saves none
+    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial itself saves none
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
     trajectories: list[Trajectory] = field(default_factory=list)  # from both iterations
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
@@ -250,7 +248,7 @@ class Trial(RLCallback):
         self.metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()}
         trainer.should_stop = len(self.iterations_s) == _NUM_ITERATIONS
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, *_: object) -> None:
         self.since_s = time.monotonic()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -294,9 +292,7 @@ def _logprobs(trial: Trial) -> Finding:
     names = {_PROBE: "nats per token on the probe", _MISMATCH: "nats per token on the sampled tokens"}
     texts = [f"{values[name]:.2g} {unit}" for name, unit in names.items() if name in values]
     if not texts or trial.rounding is None:
-        fix = (
-            "Set WeightSync.verify to true, use an engine that computes logprobs, or watch sync/mismatch_* in the run."
-        )
+        fix = "Set WeightSync.verify, use an engine that computes logprobs, or watch sync/mismatch_* in the run."
         return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
     bound = mismatch_bound_nats(trial.rounding, values.get("policy/entropy_nats", 0.0))
     explained = f"rounding in {' and '.join(trial.rounding.dtypes)} explains up to {bound:.2g}"
@@ -447,7 +443,6 @@ def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Itera
     except UnknownMemory as error:
         yield Finding("memory", str(error), "warning", "Run lightrl plan where the model's config can be read.")
         return
-    assert run is not None
     yield Finding("memory", memory_line(run))
     if trainer.strategy.root_device.type == "cuda":
         total = torch.cuda.get_device_properties(trainer.strategy.root_device).total_memory
@@ -502,6 +497,6 @@ def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterat
         problems = "; ".join(["", *report.problems[:_SHOWN_PROBLEMS]])
         text = f"{report.name}: {read}{report.counts_text()}{problems}"
         fix = "Fix these; lightrl doctor data lists all."
-        yield check("data", text, "fails", fix, is_wrong=bool(report.problems))
+        yield check("data", text, "fails", fix, is_wrong=report.is_refused(datamodule.max_bad_fraction))
     for text in repeats(*reports):
         yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove unintended copies.")

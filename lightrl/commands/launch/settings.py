@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.trajectory import JsonMapping, JsonObject
 
 LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
@@ -107,6 +107,7 @@ class Launch:
     def __post_init__(self) -> None:
         check_bounds(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, ranks=self.ranks, tp=self.tp)
         check_bounds(0, servers=self.servers, warning_s=self.warning_s)
+        check_positive(**{"launch.gpu_memory_gb": self.gpu_memory_gb})
         check_bounds(1024, 65535 - 64, **{"launch.port": self.port})
         if self.allocation is not None and (self.ranks, self.servers, self.tp) != (None, None, None):
             raise ValueError("Set either launch.allocation, or launch.ranks, servers and tp.")
@@ -134,7 +135,7 @@ class Layout:
     placement: Literal["separate", "colocated"] = "separate"
     trainer_pp: int | None = None  # None if the strategy decides
     trainer_tp: int | None = None
-    cp: int = 1  # of FSDP2Strategy, as ep; 1: the strategy decides
+    cp: int = 1  # cp and ep are FSDP2Strategy's; 1 leaves the choice to the strategy
     ep: int = 1
     engine: str | None = None  # the class whose servers these are; None: the run's, or SGLangEngine
 
@@ -166,10 +167,8 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
         raise refused("nothing in it trains. For servers alone use lightrl serve, for an evaluation lightrl test")
     if len(served) > 1:
         raise refused("lightrl supports only one group of servers")
-    if (
-        len({part.num_gpus for part in trained}) > 1
-        or sum(any(part in trained for part in group) for group in groups) > 1
-    ):
+    num_trained_groups = sum(any(part in trained for part in group) for group in groups)
+    if len({part.num_gpus for part in trained}) > 1 or num_trained_groups > 1:
         raise refused(
             "its trained models are on different GPUs. Use one part for all of them, and in the model's section set "
             "`mesh: {first_rank: …, num_ranks: …}` for each role with separate ranks"

@@ -180,7 +180,7 @@ class Gateway(Connection, Router):
         home.spawn(abort_at([server.client], abort_all=True))  # in case the server is alive; its answers are ignored
         await asyncio.sleep(_CUT_AFTER_S)
         await self.settle()
-        if self.fleet.has(server) and server.num_requests:  # it hangs, and we cannot tell which requests it has
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and which requests it has is unknown
             await abort_at([other.client for other in self.fleet.in_state("routable")], abort_all=True)
             await asyncio.sleep(_CUT_AFTER_S)  # meanwhile the other servers return their tokens so far
             await self.cut()

@@ -122,7 +122,7 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
 
 
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, judged from a model without memory; `can_pack` tests the real model."""
+    """Whether only attention mixes tokens, as seen in a model without memory; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:

@@ -90,9 +90,7 @@ class BroadcastTransport(Streaming):
         trying = SyncServers(servers.left, servers.timeout_s)  # if a server does not join, all others fail too
         await trying.ask(
             lambda server: server.client.init_weights_group(
-                name,
-                replace(place, rank_offset=offsets[server]),
-                timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S,
+                name, replace(place, rank_offset=offsets[server]), timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S
             )
         )
         group = await joining
