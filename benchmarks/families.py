@@ -6,7 +6,7 @@
 
 A tiny random model of each family is saved with `save_pretrained` and trained from that folder. The first command
 prints a line of JSON for each family and keeps all lines in `benchmarks/families.jsonl`; the second writes the tables
-of docs/models.md from them; the third prints the rows of its table on router replay.
+of docs/models.md from them; the third prints the rows of the table in benchmarks/replay.md.
 
     outcome           exact; refused, with lightrl's reason in `why`; failed or wrong, a bug of lightrl
     max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
