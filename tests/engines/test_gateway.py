@@ -285,6 +285,7 @@ def test_smg_takes_requests_with_the_token_alone_and_learns_no_other_secret(
 
     assert asyncio.run(statuses()) == [401, 401]
     assert len(asyncio.run(request(engine, num_tokens=2)).token_ids) == 2
+    assert {port.laddr.ip for port in smg().net_connections() if port.status == "LISTEN"} == {"127.0.0.1"}
     assert not [one for one in psutil.process_iter() if "a-secret" in str(command_of(one)) and one.pid != server.pid]
 
 

@@ -227,8 +227,8 @@ class Gateway(Connection, Router):
 def smg_process(token: str | None) -> ServerProcess:
     """Returns a process for SGLang's gateway on this machine; `start_all` starts it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        metrics_port = free.getsockname()[1]
-    command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, f"--prometheus-port={metrics_port}"]
+        metrics = ["--prometheus-host=127.0.0.1", f"--prometheus-port={free.getsockname()[1]}"]
+    command = [sys.executable, "-c", _PROGRAM, *_ARGUMENTS, *metrics]
     return _GatewayProcess(command, name="the gateway", port=0, token=token)
 
 
