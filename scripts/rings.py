@@ -73,6 +73,8 @@ LEAVES = {
     "export": Leaf("commands/export.py", 296, "lightrl export",
         "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),
     "inspect": Leaf("commands/inspect", 1057, "lightrl inspect", "inspect", "inspect.md#look-at-a-run"),
+    "init": Leaf("commands/init.py", 87, "lightrl init",
+        "commands/test_init.py", "growth-path.md#start-from-an-example"),
     "status": Leaf("commands/status.py", 106, "lightrl status",
         "commands/test_status.py", "clusters.md#logs-and-status"),
     "serve": Leaf("commands/serve.py", 326, "lightrl serve",

@@ -24,7 +24,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", symlinks=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
-    build = f"import flit_core.buildapi; flit_core.buildapi.build_editable({str(folder)!r})"
+    build = f"import hatchling.build; hatchling.build.build_editable({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, timeout=600)
     (wheel,) = folder.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)

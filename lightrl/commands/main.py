@@ -12,6 +12,7 @@ from lightrl import __version__
 from lightrl.checks.printable import did_you_mean
 
 COMMANDS = {
+    "init": "write an example into a folder, ready to edit: its settings, reward and data",
     "fit": "train a policy: rollouts, updates, weight syncs and validation, as configured",
     "validate": "evaluate a policy on the validation prompts and print the metrics",
     "test": "evaluate a policy on the test prompts and print the metrics",
@@ -27,7 +28,7 @@ COMMANDS = {
 }
 
 # Commands that Lightning does not have; each is a module or package beside this file with `run(args) -> exit code`.
-_MODULES = {"export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
+_MODULES = {"init", "export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
 
 _HELP = f"""\
 usage: lightrl <command> --config run.yaml [--setting value ...]
@@ -69,8 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("lightrl: interrupted before anything started\n")
         return 130
-    code: int = module.run(args[1:]) if first in _MODULES else module.run(args, COMMANDS)
-    return code
+    return int(module.run(args[1:]) if first in _MODULES else module.run(args, COMMANDS))
 
 
 def _import_frozen(name: str) -> Any:

@@ -344,7 +344,7 @@ def test_lightrl_debug_shows_the_exception_itself(settings, config, monkeypatch)
     ("args", "message"),
     [
         (["fti"], "Did you mean lightrl fit?"),
-        (["start"], "Commands: fit, validate, test, predict, export"),
+        (["start"], "Commands: init, fit, validate, test, predict, export"),
         (["--config", "run.yaml", "fit"], "The command must come first: lightrl fit --config"),
     ],
 )
