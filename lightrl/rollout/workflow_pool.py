@@ -18,7 +18,6 @@ import functools
 import itertools
 import logging
 import pickle
-import signal
 import socket
 import time
 from collections import Counter
@@ -332,11 +331,13 @@ async def _end(child: ChildProcess) -> int:
     """Waits for a worker to exit after its channel was closed, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
-    finally:  # a closing controller cancels this task too, without waiting that long
+    finally:  # a closing controller cancels this task too, and again while it waits here
         child.ask_to_end(0.0)
-        await child.ended(END_S)
-        child.kill()
-    return -signal.SIGKILL if child.code is None else child.code
+        try:
+            await child.ended(END_S)
+        finally:
+            code = child.end(0.0)
+    return code
 
 
 def _check_copyable(workflow: Workflow, num: int) -> None:

@@ -4,6 +4,7 @@ Real workers and fake servers, whose tokens are a function of seed and place: on
 """
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -293,11 +294,14 @@ def test_a_prompt_that_kills_its_workers_is_dropped(make: Make, caplog: pytest.L
 
 
 def test_a_worker_that_is_starting_ends_with_its_controller(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.concurrency.abandon._CANCEL_AGAIN_S", 0.2)
+    monkeypatch.setattr(
+        "lightrl.concurrency.abandon._CANCEL_AGAIN_S", 0.01
+    )  # cancels again before the worker has ended
     controller = make(1, SlowToRead(Words()))  # type: ignore[arg-type]
     assert comes_true(workers_of)
     controller.close()
     assert not workers_of()
+    gc.collect()  # warns if nobody has waited for the worker
 
 
 @pytest.mark.extra
