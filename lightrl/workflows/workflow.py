@@ -8,7 +8,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
 from lightrl.models.chat_template import ChatTemplate
-from lightrl.trajectory import Prompt, Trajectory, Turn
+from lightrl.trajectory import Attached, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,10 +43,14 @@ class Generate(Protocol):
     """Calls the policy; the sampling settings, the session and each turn's seed are already set."""
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, **attached: Unpack[Attached]
     ) -> Completion:
-        """Returns the completion of these token ids, which already contain the image tokens of the prompt and `images`;
-        `max_new_tokens` can lower the limit in `sampling` but not raise it."""
+        """Returns the completion of these token ids.
+
+        Args:
+            max_new_tokens: can lower the limit in `sampling` but not raise it.
+            attached: what observations have shown the policy besides token ids; see `Attached` in trajectory.py.
+        """
         ...
 
 
