@@ -154,13 +154,13 @@ class MemoryPeaks:
     def begin(self) -> None:
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.reset_peak_memory_stats()
 
     def end(self, name: str) -> dict[str, int]:
         """Returns the peaks since `begin`, by kind."""
         now = {"host": host_bytes("VmHWM")}
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             now["cuda"] = int(torch.cuda.max_memory_allocated())
         before = self.peaks.setdefault(name, now)
         self.peaks[name] = {kind: max(value, before.get(kind, 0)) for kind, value in now.items()}
