@@ -46,7 +46,7 @@ from lightrl.functional import can_compile
 from lightrl.models import Outputs
 from lightrl.plan.costs import Work, peak_bytes
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel
-from lightrl.strategies.tensor_plans import layer_parameters
+from lightrl.strategies.parallel_3d import layer_parameters
 from lightrl.trajectory import Trajectory
 
 GOAL_RATIO, GOAL_MFU = 1.3, {"qwen3-0.6b": 0.35, "qwen3-1.7b": 0.45}

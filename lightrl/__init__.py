@@ -6,7 +6,7 @@ Each package imports only from packages above it in this list:
     checks        checks configurations and user code, with clear errors
     concurrency   threads, event loops and processes
     columns       data that travels with tokens, from the engine to the loss
-    trace         records what processes did and when, for Perfetto; finds where the time went
+    trace         records what processes did and when
     trajectory    Prompt, Sampling, Trajectory, Group: plain Python
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors

@@ -199,7 +199,7 @@ class Experience:
             for name, value in self.tensors().items()
             if not is_table(name)
         }
-        cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and name != "image_rows"}
+        cut = {name: value[:, :width] for name, value in picked.items() if value.dim() >= 2 and not is_index(name)}
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
@@ -256,6 +256,11 @@ def is_table(name: str) -> bool:
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 
+def is_index(name: str) -> bool:
+    """Whether the field lists each row's entries in a table, [B, I], padded with -1."""
+    return name == "image_rows"
+
+
 def is_on_host(name: str) -> bool:
     """Whether the field stays in host memory, where strategies decode it."""
     column = column_of(name)
@@ -282,11 +287,11 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
 
 
 def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
-    """Raises ValueError unless the field is [B] or [B, T, ...], or [B, I] for `image_rows`."""
+    """Raises ValueError unless the field is [B] or [B, T, ...], or [B, I] for an index."""
     if is_table(name):
         return
-    expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
-    if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
+    expected = (num, width) if tensor.dim() >= 2 and not is_index(name) else (num,)
+    if tuple(tensor.shape[: len(expected) if is_index(name) else 2]) != expected:
         raise ValueError(
             f"{name} must have shape {expected}, since token_ids has {(num, width)}, got {tuple(tensor.shape)}. "
             "Align it to the tokens it describes."

@@ -27,7 +27,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
+from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.callbacks import (
     DynamicSampling,
     PromptCurriculum,
@@ -80,7 +80,7 @@ logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line
 
 # Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
-    LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, EarlyStop, ImportanceWeights, OverlongPenalty, ReferenceKL,
+    LoRA, ModelSpec, Role, RoleMesh, Sampling, AdaptiveKL, ImportanceWeights, OverlongPenalty, ReferenceKL,
     RewardShaping,
 ])  # fmt: skip
 

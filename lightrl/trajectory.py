@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, cast
 
 from lightrl.columns import TOKENS, TokenArray, as_columns, registered, reserve
 
@@ -29,6 +29,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
 JsonMapping: TypeAlias = Mapping[str, Any]  # a JsonObject that is only read
+
+
+class Attached(TypedDict, total=False):
+    """What the policy reads besides token ids, as keyword arguments of `generate`; keys without a value are left out.
+
+    `token_ids` contains the tokens that stand for it.
+    """
+
+    images: tuple[str, ...]  # paths or data: URLs: those of the prompt, then those of observations
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,11 @@ class Prompt:
     def content(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """The tokens and images that the policy reads."""
         return tuple(self.token_ids or ()), self.images
+
+    def attached(self, **shown: Unpack[Attached]) -> Attached:
+        """Returns what the policy reads besides token ids: the prompt's, then what observations have shown."""
+        images = (*self.images, *shown.get("images", ()))
+        return {"images": images} if images else {}
 
     def text(self, decode: Callable[[list[int]], str] | None = None) -> str:
         """Returns the last message, or the decoded token ids; without `decode`, the ids as numbers."""

@@ -32,18 +32,32 @@ LEAVES = {
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
     "relatives": Leaf("algorithms/relatives.py", 466, "lightrl.DAPO",
         "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
+    "PPO": Leaf("algorithms/ppo.py", 303, "lightrl.PPO",
+        "algorithms/test_ppo.py", "algorithms.md#ppo-a-critic-instead-of-a-group"),
     "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
+    "recorded trajectories": Leaf("data/trajectories.py", 83, "lightrl.TrajectoryDataModule",
+        "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 168, "lightrl.Distillation",
         "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
-    "fast decoder": Leaf("engines/local/fast", 767, "fast decoder",
+    "3D": Leaf("strategies/parallel_3d", 1621, "lightrl.Parallel3DStrategy",
+        "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
+        "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
+    "fast decoder": Leaf("engines/local/fast", 773, "fast decoder",
         "engines/test_kernels.py", "performance.md#small-machines"),
     "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
+    "SGLang": Leaf("engines/sglang", 706, "lightrl.SGLangEngine",
+        "engines/test_sglang_client.py engines/test_sglang_cpu.py engines/test_sglang_ends.py "
+        "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
+        "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
+        "serve-with-sglang.md#serve-rollouts-with-sglang"),
     "vLLM": Leaf("engines/vllm", 463, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
     "fake engine": Leaf("engines/fake_engine.py", 296, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),
+    "testing": Leaf("testing", 93, "lightrl.testing.tiny_policy",
+        "test_testing.py", "test-your-code.md#test-your-code"),
     "math": Leaf("rewards/math_answer", 1182, "lightrl.rewards.math_answer",
         "rewards/test_math_answer.py", "write-a-reward.md#math-answers"),
     "code": Leaf("rewards/code_tests.py", 340, "lightrl.rewards.code_tests",
@@ -52,10 +66,13 @@ LEAVES = {
         "rewards/test_sandbox.py", "security.md#programs-written-by-a-policy"),
     "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
-    "text rewards": Leaf("rewards/text_rewards.py", 145, "lightrl.rewards.json_schema",
+    "text rewards": Leaf("rewards/text_rewards.py", 185, "lightrl.rewards.json_schema",
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
+    "multi-turn": Leaf("workflows/multi_turn", 849, "lightrl.MultiTurn",
+        "workflows/test_multi_turn.py workflows/test_conversation.py",
+        "write-an-environment.md#write-an-environment"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
@@ -64,7 +81,9 @@ LEAVES = {
         "workflows/agents", "train-an-agent.md#train-an-agent"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
-    "learning curve": Leaf("callbacks/learning_curve.py", 259, "lightrl.LearningCurve",
+    "trace": Leaf("callbacks/trace", 643, "lightrl.Trace",
+        "callbacks/test_trace.py callbacks/test_trace_files.py", "inspect.md#trace"),
+    "learning curve": Leaf("callbacks/learning_curve.py", 273, "lightrl.LearningCurve",
         "callbacks/test_learning_curve.py", "loggers.md#the-learning-curve"),
     "bottleneck": Leaf("callbacks/bottleneck.py", 83, "bottleneck",
         "callbacks/test_bottleneck.py", "performance.md#what-limits-an-iteration"),
@@ -105,7 +124,7 @@ OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functi
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
     models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
-    callbacks/trace.py concurrency/listener.py trace"""
+    rewards/length_penalty.py strategies/offload.py strategies/ranks/role_mesh.py concurrency/listener.py trace"""
 
 # Columns that travel with tokens, and what adapters change -> a pattern of the names that code uses for them. The
 # patterns leave out the verb `supports`, and routes of HTTP or of a network.

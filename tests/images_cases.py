@@ -44,7 +44,7 @@ _LINEAR: dict[str, Any] = {
 }  # fmt: skip
 _SQUARE: dict[str, Any] = {**_TOWER, "num_position_embeddings": 16}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-# A family of each image_kind, and of each way to read a grid.
+# A family of each vision_kind, and of each way to read a grid.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llava": CONFIG,
     "gemma3": {

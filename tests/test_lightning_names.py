@@ -57,7 +57,7 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
     ("lightning.pytorch.loggers.wandb:WandbLogger", "_log_model"): {"callbacks/loggers.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_process_group_backend"): {"strategies/fsdp2.py"},
-    ("torch.nn:Module", "_modules"): {"strategies/stages.py"},  # Lightning has the name too
+    ("torch.nn:Module", "_modules"): {"strategies/parallel_3d/stages.py"},  # Lightning has the name too
 }
 
 

@@ -12,13 +12,18 @@ from lightrl.checks.entry_points import ENTRY_POINTS, entry_point
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 38040
-MAX_CORE_AND_OPTION_LINES = 45547
-MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 21, "LoRA": 10}
+MAX_CORE_LINES = 34201
+MAX_CORE_AND_OPTION_LINES = 41349
+MAX_CORE_FILES_THAT_NAME = {"supports": 7, "routes": 8, "images": 10, "LoRA": 8}
 MAX_ENTERED = (5600, 800, 74)  # lines, functions and files of a warm iteration, of which some depend on threads
 
-# Leaves that meet in a file: the second reads what the first writes, so its tests read it with the second too.
-MEET = {"supervised": {"export callback"}, "launch": {"status"}}
+# Leaves that meet: in a file that one writes and the other reads, or in a run to which each gives a part, such as
+# its algorithm, strategy or engine. The tests of the first import the second too.
+MEET = {
+    "supervised": {"export callback", "3D"}, "launch": {"status"}, "inspect": {"trace"},
+    "recorded trajectories": {"trajectory log", "PPO"}, "plan": {"PPO"}, "memory estimate": {"PPO", "SGLang"},
+    "gateway": {"SGLang"}, "vLLM": {"SGLang"},
+}  # fmt: skip
 
 
 def test_the_core_does_not_grow():

@@ -70,6 +70,9 @@ class EarlyStop:
         return self.ratio is not None and not 1 / self.ratio <= metrics.get("ratio", 1.0) <= self.ratio
 
 
+torch.serialization.add_safe_globals([EarlyStop])  # a checkpoint's hyperparameters may contain it
+
+
 class AllButCritic(FamilySettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
 
 

@@ -11,7 +11,7 @@ Reading order:
     rollout_metrics.py  the numbers logged in each iteration; monitors.py finds monitors of unknown metrics
     progress.py         the two-line progress bar, the permanent lines, and the list of models
     bottleneck.py       names the part that takes most of the first iterations, and its setting
-    trace.py            records what each process did when, and where the time went
+    trace/              records what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint

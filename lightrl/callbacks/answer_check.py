@@ -33,8 +33,8 @@ from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, ShardedExperience, ranks_of
+from lightrl.strategies.ranks.processes import local
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
-from lightrl.strategies.tensor_parallel import local
 from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K

@@ -8,9 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from lightrl.callbacks.rl_callback import RLCallback
-from lightrl.callbacks.trace import Trace
-from lightrl.trace import Event, Tape, area_times, set_tape
-from lightrl.trace.areas import advice_of, summary_of
+from lightrl.callbacks.trace import Trace, advice_of, area_times, summary_of
+from lightrl.trace import Event, Tape, set_tape
 
 if TYPE_CHECKING:
     import lightning as L

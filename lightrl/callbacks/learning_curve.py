@@ -6,14 +6,14 @@ import csv
 import io
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-from lightrl.callbacks.loggers import log_image
+from lightrl.callbacks.loggers import warn_of_errors
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.run_files import contents, write_whole
 from lightrl.checks.bounds import check_bounds
@@ -162,7 +162,7 @@ class LearningCurve(RLCallback):
                     constant_baseline=self.constant_baseline,
                     held_out_label=self._held_out_label(trainer),
                 )
-                log_image(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
+                log_plot(trainer.loggers, run_folder / "learning_curve.png", trainer.global_step)
             except ImportError as error:
                 log.warning("The learning curve is missing: matplotlib cannot be imported (%s). Install it.", error)
             except OSError as error:
@@ -257,3 +257,17 @@ def _plot_running_mean(panel: Axes, curve: Curve, *, color: str, label: str) -> 
     if window > 1:
         panel.plot(iterations, values, color=color, lw=0.8, alpha=0.3)
     panel.plot(iterations, running_mean(values, window), color=color, lw=2.0, label=label, zorder=3)
+
+
+def log_plot(loggers: Iterable[Logger], path: Path, step: int) -> None:
+    """Logs a PNG file under its file name, to Weights & Biases, MLflow and TensorBoard."""
+    for logger in loggers:
+        with warn_of_errors(logger, path.name):
+            if isinstance(logger, WandbLogger):
+                logger.log_image(path.stem, [str(path)], step=step)
+            elif isinstance(logger, MLFlowLogger):
+                logger.experiment.log_artifact(logger.run_id, str(path))
+            elif isinstance(logger, TensorBoardLogger):
+                from matplotlib.image import imread
+
+                logger.experiment.add_image(path.stem, imread(path), step, dataformats="HWC")

@@ -1,7 +1,7 @@
-"""Functions that Lightning's Logger lacks: they log tables, images, models, and settings (in MLflow's format).
+"""Functions that Lightning's Logger lacks: they log tables, models, and settings (in MLflow's format).
 
-Weights & Biases and MLflow support all of them, TensorBoard supports tables and images, Comet tables. Call them on rank
-0; other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
+Weights & Biases and MLflow support all of them, TensorBoard and Comet support tables. Call them on rank 0;
+other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
     """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for logger in loggers:
-        with _warn_of_errors(logger, f"the table {name}"):
+        with warn_of_errors(logger, f"the table {name}"):
             if isinstance(logger, WandbLogger):
                 logger.log_table(name, columns, [[row.get(column) for column in columns] for row in rows], step=step)
             elif isinstance(logger, MLFlowLogger):
@@ -46,20 +46,6 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
                 log.warning("%s has no tables, so the table %s is only in the run's folder.", logger_class, name)
 
 
-def log_image(loggers: Iterable[Logger], path: Path, step: int) -> None:
-    """Logs a PNG file under its file name."""
-    for logger in loggers:
-        with _warn_of_errors(logger, path.name):
-            if isinstance(logger, WandbLogger):
-                logger.log_image(path.stem, [str(path)], step=step)
-            elif isinstance(logger, MLFlowLogger):
-                logger.experiment.log_artifact(logger.run_id, str(path))
-            elif isinstance(logger, TensorBoardLogger):
-                from matplotlib.image import imread
-
-                logger.experiment.add_image(path.stem, imread(path), step, dataformats="HWC")
-
-
 def loggers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
     """Selects the loggers that log this model: `log_model: all` logs every export, `true` only a run's last one."""
     return [item for item in loggers if getattr(item, "_log_model", False) in (("all", True) if is_last else ("all",))]
@@ -68,7 +54,7 @@ def loggers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logge
 def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> None:
     """Logs the files of an exported model as an artifact."""
     for logger in loggers:
-        with _warn_of_errors(logger, f"the exported {name}"):
+        with warn_of_errors(logger, f"the exported {name}"):
             if isinstance(logger, WandbLogger):
                 from wandb import Artifact
 
@@ -117,7 +103,7 @@ def _text(value: object) -> str:
 
 
 @contextlib.contextmanager
-def _warn_of_errors(logger: Logger, what: str) -> Iterator[None]:
+def warn_of_errors(logger: Logger, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  # loggers raise any exception, and none should end a run

@@ -32,7 +32,7 @@ from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, make_servers, usable_token, write_model_folder
 from lightrl.engines.servers.registry import Announcement, ServerEntry
 from lightrl.engines.servers.sync.receivers import Receivers
-from lightrl.engines.sglang.command import SGLangProcess
+from lightrl.engines.sglang import SGLangProcess
 from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec

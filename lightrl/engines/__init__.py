@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightrl.engines.local.local_engine import LocalEngine
     from lightrl.engines.servers.engine import ServerEngine
     from lightrl.engines.servers.timeouts import Timeouts
-    from lightrl.engines.sglang.engine import SGLangEngine
+    from lightrl.engines.sglang import SGLangEngine
     from lightrl.engines.vllm import VLLMEngine
 
 # Loaded on first use, so that the fake server in the tests starts without torch.
@@ -32,7 +32,7 @@ _HOMES = {
     "FakeEngine": "fake_engine",
     "LocalEngine": "local.local_engine",
     "RolloutEngine": "engine",
-    "SGLangEngine": "sglang.engine",
+    "SGLangEngine": "sglang",
     "ServerEngine": "servers.engine",
     "Timeouts": "servers.timeouts",
     "VLLMEngine": "vllm",

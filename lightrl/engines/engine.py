@@ -7,7 +7,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from lightrl.columns import TOKENS, TokenArray, as_columns, reserve
 from lightrl.models.tuning import Part
-from lightrl.trajectory import FinishReason, JsonObject, Sampling
+from lightrl.trajectory import Attached, FinishReason, JsonObject, Sampling
 from lightrl.weights import Bucket, SharedFolder
 
 Verification = Literal["digests", "replicas", "version"]
@@ -157,20 +157,20 @@ class RolloutEngine(ABC):
         *,
         session: str,
         n: int = 1,
-        images: tuple[str, ...] = (),
         started: Completion | None = None,
+        **attached: Unpack[Attached],
     ) -> list[Completion]:
         """Generates `n` completions of a prompt; requests are admitted in call order.
 
         With n > 1, the seed of completion i is derived from (sampling.seed, i). A cancelled request leaves the engine
-        at the next token boundary. An engine may omit the parameters `images` and `started`: `images` is passed only if
-        there are any, and `started` is passed only to an engine that continues completions.
+        at the next token boundary. An engine may omit the parameters `started` and `attached`: `started` is passed only
+        to an engine that continues completions, and each key of `attached` only if it has a value.
 
         Args:
             session: name of the conversation, for prefix caches.
-            images: images of the prompt, then of observations; `token_ids` contains their image tokens.
             started: an interrupted completion to continue (n = 1). Its tokens keep their logprobs and versions and
                 count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
+            attached: what the policy reads besides token ids, see `Attached` in trajectory.py.
 
         Raises:
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
@@ -183,8 +183,8 @@ class RolloutEngine(ABC):
         samplings: Sequence[Sampling],
         *,
         session: str,
-        images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
+        **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
         """Starts one completion of this prompt per sampling; the results equal those of `generate`.
 
@@ -202,7 +202,7 @@ class RolloutEngine(ABC):
         """
 
         async def generate(index: int, sampling: Sampling) -> Completion:
-            request: dict[str, Any] = {"images": images} if images else {}
+            request: dict[str, Any] = {**attached}
             if started is not None and started[index] is not None:
                 request["started"] = started[index]
             (completion,) = await self.generate(token_ids, sampling, session=f"{session}/{index}", **request)

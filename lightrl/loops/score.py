@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrl.checks.entry_points import entry_point
 from lightrl.dataflow import (
     ADVANTAGES,
     GENERATE,
@@ -31,7 +32,6 @@ from lightrl.dataflow import (
     follows_from_trajectories,
     runs_in_thread,
 )
-from lightrl.engines.sglang.scoring import with_server
 from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import on_last_loss_token
@@ -113,7 +113,8 @@ def score(
             with forward_context():
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
-            call = with_server(call, is_scalar=module.models()[call.role].spec.head == "scalar")
+            is_scalar = module.models()[call.role].spec.head == "scalar"
+            call = entry_point("served model calls")(call, is_scalar=is_scalar)
         outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
         per_token = {key: value for key, value in outputs.items() if value.dim() > 1}
         return {**outputs, **{key: TokenRows.of_padded(value, current.lengths) for key, value in per_token.items()}}

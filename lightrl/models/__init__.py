@@ -16,10 +16,10 @@ Reading order:
     chat_template.py  renders chats, reads what the policy generated, and lists stop tokens
 
 May import: errors, checks, trajectory, experience, functional, weights. Another model family
-needs no code here: transformers loads it. strategies/tensor_plans.py decides which families can be split.
+needs no code here: transformers loads it. strategies/parallel_3d/tensor_plans.py decides which families can be split.
 """
 
-from lightrl.models.images import Attachments, auto_model, new_model, self_contained
+from lightrl.models.images import Attachments, auto_model, forward_inputs, keep_shown, new_model, vision_kind
 from lightrl.models.lora import LoRA
 from lightrl.models.model_spec import (
     CONTEXT,
@@ -36,6 +36,7 @@ from lightrl.models.routes import check_compiled, recompute_contexts, wrap_block
 
 __all__ = ["LoRA"]
 __all__ += ["CONTEXT", "LONGROPE_LENGTH", "ModelSpec", "context_tokens", "is_silent", "scalar_head"]
-__all__ += ["Attachments", "auto_model", "new_model", "self_contained", "untrained_reward_model"]
+__all__ += ["Attachments", "auto_model", "forward_inputs", "keep_shown", "new_model", "untrained_reward_model"]
+__all__ += ["vision_kind"]
 __all__ += ["Backward", "Candidates", "LossFunction", "Metric", "Outputs", "ParallelModel"]
 __all__ += ["Role", "RoleMesh", "check_compiled", "models_made_by", "recompute_contexts", "wrap_blocks"]

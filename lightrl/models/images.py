@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import io
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from lightrl.checks.printable import count_text
 from lightrl.errors import RolloutError
+from lightrl.experience import Experience
 from lightrl.functional import on_host, to_device
 from lightrl.models.hybrids import set_time_step_limits
 from lightrl.trajectory import JsonObject
@@ -83,6 +85,15 @@ class ImageTable(NamedTuple):
         return ImageTable(values, grids[is_shown], new_rows)
 
 
+def keep_shown(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns these fields of an Experience without the images that no row shows, renumbered; empty without images."""
+    return {} if "pixel_values" not in fields else _table_of(fields).shown()._asdict()
+
+
+def _table_of(fields: Mapping[str, Tensor] | Experience) -> ImageTable:
+    return ImageTable(*(fields[name] for name in ImageTable._fields))
+
+
 def renumbered(image_rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns a mask [num] of the images that the rows show, and the rows [B, I] with those images renumbered."""
     is_shown = torch.zeros(num + 1, dtype=torch.bool)  # the last entry is for the padding, -1
@@ -112,7 +123,7 @@ class ImageReader:
         The image processor comes from the checkpoint. If the checkpoint has none, images are scaled to the tower's
         size, except for models with grids.
         """
-        kind = image_kind(config)
+        kind = vision_kind(config)
         if kind is None:
             return None
         vision, token_id, processor = config.vision_config, int(config.image_token_id), _load_processor(config)
@@ -197,6 +208,11 @@ class Attachments:
     image_token_id: int
 
     @classmethod
+    def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
+        """Returns a function of token ids and Attached that makes a prompt's attachments, if any; can be pickled."""
+        return functools.partial(_attachments_of, ImageReader.of(config))
+
+    @classmethod
     def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
         """Makes a prompt's attachments; raises ValueError if the policy or a server cannot read its images."""
         if image_reader is None:
@@ -222,7 +238,13 @@ class Attachments:
         return token_ids
 
 
-def image_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
+def _attachments_of(
+    image_reader: ImageReader | None, token_ids: list[int], images: Sequence[str] = ()
+) -> Attachments | None:
+    return Attachments.of(image_reader, images, token_ids) if images else None
+
+
+def vision_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:
     """Returns how models with this config handle image tokens; None if lightrl cannot pass them images.
 
     plain: image tokens are positioned and masked like text. grid: they have positions in three dimensions.
@@ -260,7 +282,7 @@ def finish_model(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
     if text is not model.config and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0
-    if image_kind(model.config) == "grid":
+    if vision_kind(model.config) == "grid":
         model.base_model.language_model.register_forward_pre_hook(_take_layers, with_kwargs=True)
 
 
@@ -319,6 +341,25 @@ def refusal(num_images: int) -> str:
     )
 
 
+def forward_inputs(
+    model: PreTrainedModel,
+    experience: Experience,
+    rows: Tensor,
+    token_ids: Tensor,
+    positions: tuple[Tensor, Tensor] | None = None,
+) -> dict[str, Any]:
+    """Returns the model's arguments for token ids [b, T] of these rows [b] of an experience, with or without images.
+
+    Args:
+        positions: rows and columns [N] of the tokens to concatenate into one row; None keeps the rows separate.
+    """
+    if experience.pixel_values is None:
+        return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
+    images = _table_of(experience)
+    images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
+    return image_inputs(model, token_ids, images, positions=positions)
+
+
 def image_inputs(
     model: PreTrainedModel, token_ids: Tensor, images: ImageTable, *, positions: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
@@ -345,7 +386,7 @@ def image_inputs(
         """Selects the positions, [B, T, ...] → [1, N, ...], if there are any."""
         return values if positions is None else values[positions][None]
 
-    config, kind = model.config, image_kind(model.config)
+    config, kind = model.config, vision_kind(model.config)
     if kind is None or not hasattr(model.base_model, "get_image_features"):
         raise ValueError(f"{type(model).__name__} cannot read the images of the prompts. Use one of {SUPPORTED}.")
     embeddings = model.get_input_embeddings()(token_ids)
@@ -475,7 +516,7 @@ def _load_processor(config: PretrainedConfig) -> BaseImageProcessor:
     )
     if source and not is_bare:
         return AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
-    if image_kind(config) == "grid":
+    if vision_kind(config) == "grid":
         patch, merge, depth = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
         size = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 1280 * (patch * merge) ** 2}
         return Qwen2VLImageProcessorPil(patch_size=patch, merge_size=merge, temporal_patch_size=depth, size=size)

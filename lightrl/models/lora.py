@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.concurrency.owner import own_prefix
-from lightrl.models.images import image_kind
+from lightrl.models.images import vision_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.precision import keep_float32
@@ -347,7 +347,7 @@ def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
-    if hasattr(model.config, "vision_config") and image_kind(model.config) != "plain":  # no adapters in the image tower
+    if hasattr(model.config, "vision_config") and vision_kind(model.config) != "plain":  # none in the tower
         names += [name for name in linear if ".language_model." not in name and not name.startswith("lm_head")]
     return names
 

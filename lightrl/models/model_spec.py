@@ -25,7 +25,7 @@ import torch
 from lightrl.checks.annotations import StrOrObject
 from lightrl.checks.files import SUMS_FILE, check_sums, write_sums
 from lightrl.checks.user_code import user_code
-from lightrl.models.images import auto_model, finish_model, image_kind
+from lightrl.models.images import auto_model, finish_model, vision_kind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -277,7 +277,7 @@ class ModelSpec:
         if self.path is not None:
             check_files(Path(self.path))
         config, is_scalar = self.load_config(), self.head == "scalar"
-        if is_scalar and image_kind(config) == "plain":
+        if is_scalar and vision_kind(config) == "plain":
             raise ValueError(
                 "A Llava model cannot have a scalar head. Use critic='shared', which puts a head on the policy's body, "
                 "or another reward."

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightrl.functional.logprobs import are_few_logits, tokens_per_chunk
+from lightrl.strategies.parallel_3d import check_sizes, head_size, layer_parameters, split_layers
 from lightrl.strategies.sharded_experience.experience import TOKEN_BYTES
-from lightrl.strategies.tensor_plans import check_sizes, head_size, layer_parameters, split_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

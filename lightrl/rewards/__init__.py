@@ -13,8 +13,7 @@ Reading order:
 Reward functions:
     math_answer/     answers as numbers, expressions, sets or texts
     code_tests.py    programs against tests, in a sandbox (sandbox/)
-    fences.py        fenced code blocks of Markdown
-    text_rewards.py  pattern, tags, length, repetition, JSON
+    text_rewards.py  pattern, tags, length, repetition, JSON; fenced blocks of Markdown
     length_penalty.py OverlongPenalty, for numbers of tokens
     llm_judge.py     LLMJudge: a model with a rubric
     reasoning_gym.py rows and reward of reasoning-gym's data sets

@@ -35,8 +35,8 @@ from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from lightrl.checks.user_code import function_of
-from lightrl.rewards.fences import fenced_blocks
 from lightrl.rewards.sandbox import Limits, Run, Sandbox
+from lightrl.rewards.text_rewards import fenced_blocks
 from lightrl.trajectory import JsonMapping, Trajectory
 
 TestResult = Literal[

@@ -8,15 +8,20 @@ from __future__ import annotations
 import functools
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from lightrl.checks.bounds import check_bounds
-from lightrl.rewards.fences import fenced_blocks
 from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.trajectory import Trajectory, names_thinking
 
 _NO_SPACES = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\s{_NO_SPACES}]+")
+# Fences as models write them: with backticks or tildes, in lists and quotes, sometimes not closed.
+_FENCE = re.compile(r"(?P<before>[^`~\n]*)(?P<marks>`{3,}|~{3,})[ \t]*\{?\.?(?P<language>[\w+#-]*)(?P<rest>[^`\n]*)$")
+_INDENT = re.compile(r"[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
+_QUOTE = re.compile(r"^[ \t]*>[ \t]?", re.MULTILINE)
+_MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 
 
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
@@ -143,3 +148,38 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise ValueError(f"pattern={pattern!r} is not a regular expression: {error}.") from error
+
+
+def fenced_blocks(text: str, is_content: Callable[[str], bool]) -> list[tuple[str, str]]:
+    """Returns each block's language ("" if it names none) and its text, without indentation and quote marks.
+
+    Args:
+        is_content: returns whether a text is a complete block. It decides which of several fences ends a block, and
+            whether text after an unclosed fence is a block.
+    """
+    lines = text.splitlines(keepends=True)
+    fences: dict[int, re.Match[str]] = {}
+    for number, line in enumerate(lines):
+        match = _FENCE.match(line.rstrip())
+        if match and (_INDENT.fullmatch(match["before"]) or match["language"]):
+            fences[number] = match
+    blocks: list[tuple[str, str]] = []
+    next_start = 0
+    for start, fence in fences.items():
+        if start < next_start:
+            continue
+
+        def inside(end: int, start: int = start, fence: re.Match[str] = fence) -> str:
+            content = "".join(lines[start + 1 : end])
+            content = _QUOTE.sub("", content) if fence["before"].lstrip().startswith(">") else content
+            return content if is_content(content) else textwrap.dedent(content)
+
+        ends = [n for n, other in fences.items() if n > start and other["marks"].startswith(fence["marks"])]
+        ends = ends[: 1 + _MAX_FENCES_INSIDE] or [len(lines)]
+        end = next((each for each in ends if is_content(inside(each))), ends[0])
+        if end == len(lines) and not is_content(inside(end)):
+            continue
+        opens_next = end in fences and (fences[end]["language"] != "" or not _INDENT.fullmatch(fences[end]["before"]))
+        next_start = end if opens_next else end + 1
+        blocks.append((fence["language"].lower(), inside(end)))
+    return blocks

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Unpack
 
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import named_user_code
@@ -28,7 +28,7 @@ from lightrl.rewards import FailureLog, RewardResult, RewardWorker
 from lightrl.rollout.group_scheduler import DropCounter
 from lightrl.rollout.prompts import State
 from lightrl.trace import record, span
-from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, sampling_seed
+from lightrl.trajectory import Attached, Group, Prompt, Sampling, Trajectory, sampling_seed
 from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Event-loop ticks after which every new trajectory has reached its first `generate`. One tick starts the group's task,
@@ -202,7 +202,7 @@ class _GroupGenerate:
                 futures[sample].set_result(started)
         start_ns = time.perf_counter_ns()
         if unfinished:
-            request: dict[str, Any] = {"images": self.prompt.images} if self.prompt.images else {}
+            request: dict[str, Any] = {**self.prompt.attached()}
             if self.engine.continues_completions and any(unfinished.values()):
                 request["started"] = [*unfinished.values()]
             samplings = [self.sampling.with_seed(seeds[sample]) for sample in unfinished]
@@ -231,7 +231,7 @@ class _TurnGenerate:
         self.turn_log: TurnLog | None = self.group.in_flight.turn_log(self.group.seed_name, self.session)
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, **attached: Unpack[Attached]
     ) -> Completion:
         group, turn = self.group, self.num_turns
         self.num_turns += 1
@@ -242,14 +242,14 @@ class _TurnGenerate:
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
         with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
-            completion = await self._generate(token_ids, sampling, (*group.prompt.images, *images))
+            completion = await self._generate(token_ids, sampling, group.prompt.attached(**attached))
         in_flight[seed] = completion
         return check_completion(completion, sampling, turn, group.prompt)
 
-    async def _generate(self, token_ids: list[int], sampling: Sampling, images: tuple[str, ...]) -> Completion:
+    async def _generate(self, token_ids: list[int], sampling: Sampling, attached: Attached) -> Completion:
         """Returns the engine's completion, which continues a checkpoint's partial one if there is one."""
         engine = self.group.engine
-        request: dict[str, Any] = {"images": images} if images else {}
+        request: dict[str, Any] = {**attached}
         started = self.group.in_flight.started.pop(sampling.seed, None)
         if started is not None and started.finish_reason != "abort":
             return started

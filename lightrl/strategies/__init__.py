@@ -9,9 +9,7 @@ Reading order:
     sharded_experience/  an iteration's trajectories, distributed over all ranks
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
     fsdp2_model.py       a sharded model
-    parallel_3d.py       Parallel3DStrategy: pipeline x data x tensor parallelism
-    stages.py            this rank's part of a model; pipeline.py: schedules and their execution
-    tensor_plans.py      how to split a model, from transformers' plans; tensor_parallel.py: splits parameters over tp
+    parallel_3d/         Parallel3DStrategy: pipeline x data x tensor parallelism
     empty_model.py       builds models without memory and fills them tensor by tensor
     precision.py         Lightning's precision plugins, changed to keep batches and to clip over all ranks
     known_strategies.py  the strategies that can train an RLModule
@@ -34,12 +32,12 @@ from lightrl.strategies.ranks.processes import (
     ProcessRanks,
     Ranks,
     is_on_all_ranks,
+    local,
     mark_as_on_all_ranks,
     ranks_of,
 )
 from lightrl.strategies.sharded_experience import Microbatches, ShardedExperience
 from lightrl.strategies.single import SingleModel
-from lightrl.strategies.tensor_parallel import local
 
 __all__ = ["PACKED_ATTENTION", "AtomicCheckpointIO", "FSDP2Strategy", "LogprobSettings", "Message", "Microbatches"]
 __all__ += ["Parallel3DStrategy", "ProcessRanks", "Ranks", "ShardedExperience", "SingleModel", "check_strategy"]

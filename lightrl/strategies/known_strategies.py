@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
 
+import lightrl
 from lightrl.models import ParallelModel
 from lightrl.models.model_spec import check_outputs
 from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings
-from lightrl.strategies.parallel_3d import Parallel3DStrategy
 from lightrl.strategies.ranks.role_mesh import check_meshes, planned_roles
 from lightrl.strategies.single import SingleModel
 
@@ -43,9 +42,10 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     """Returns lightrl's strategy of this name, or a name known to Lightning unchanged; ValueError for unknown names."""
     if not isinstance(strategy, str):
         return strategy
-    ours: dict[str, Callable[[], Strategy]] = {kind.__name__: kind for kind in (FSDP2Strategy, Parallel3DStrategy)}
+    ours = [name for name in lightrl.__all__ if name.endswith("Strategy")]
     if strategy in ours:
-        return ours[strategy]()
+        named: Strategy = getattr(lightrl, strategy)()
+        return named
     theirs = StrategyRegistry.available_strategies()
     if strategy == "auto" or strategy.lower() in theirs:
         return strategy

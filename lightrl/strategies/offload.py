@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
-from lightrl.strategies.tensor_parallel import local
+from lightrl.strategies.ranks.processes import local
 
 # `parameters` includes gradients and the optimizer's state, and makes updates run on the CPU.
 Offloadable = Literal["parameters", "optimizer", "activations"]

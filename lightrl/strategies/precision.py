@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.strategies.tensor_parallel import local
+from lightrl.strategies.ranks.processes import local
 
 
 class LeavesBatches(Precision):

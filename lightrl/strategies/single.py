@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,19 @@ from lightrl.functional import (
     rectangles,
     to_device,
 )
-from lightrl.models import CONTEXT, Backward, Candidates, LossFunction, Outputs, context_tokens, scalar_head
+from lightrl.models import (
+    CONTEXT,
+    Backward,
+    Candidates,
+    LossFunction,
+    Outputs,
+    context_tokens,
+    forward_inputs,
+    scalar_head,
+    vision_kind,
+)
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.hybrids import keeps_states
-from lightrl.models.images import ImageTable, image_inputs, image_kind
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
@@ -218,15 +227,15 @@ class SingleModel:
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
         """Returns the form for this microbatch, the cheapest by default, and its plan if prompts can be shared."""
-        kind = None if experience.pixel_values is None else image_kind(self.model.config)
+        kind = None if experience.pixel_values is None else vision_kind(self.model.config)
         if kind == "bidirectional":
             return "rectangles", []
         if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
             return "packed", []
-        # Each trajectory has its own replayed routes, and a cached prompt has no image grid positions.
+        # Each trajectory has its own replayed routes, and a cached prompt has no positions on a grid.
         if self.form in ("packed", "rectangles") or not self.layouts or self.replays(experience) or kind == "grid":
             return self.form or "rectangles", []
-        prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
+        prompts = find_shared_prompts(experience, self.model.config)
         if self.form is not None:
             return self.form, self.layouts[self.form](prompts)
         plans = {name: layout(prompts) for name, layout in self.layouts.items()}
@@ -234,7 +243,7 @@ class SingleModel:
 
     def packs_all(self, microbatches: Sequence[Experience]) -> bool:
         """Whether `form` packs all these microbatches; reads the first microbatch only if the answer depends on it."""
-        may_be_whole = image_kind(self.model.config) == "bidirectional"
+        may_be_whole = vision_kind(self.model.config) == "bidirectional"
         return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
 
     def replays(self, experience: Experience) -> bool:
@@ -266,11 +275,11 @@ class SingleModel:
             yield self._packed(experience)
         elif plan:
             predicting = predicting_positions(on_host(experience.loss_mask))
-            layer_input = functools.partial(self._layer_input, experience)
+            layer_input = functools.partial(forward_inputs, self.model, experience)
             yield from shared_hidden(self.model, experience.token_ids, predicting, plan, layer_input)
         else:
             for members, token_ids in self._rectangles(experience):
-                inputs = self._layer_input(experience, members, token_ids)
+                inputs = forward_inputs(self.model, experience, members, token_ids)
                 with self._replaying(experience, members, slice(token_ids.shape[1])):
                     if self.reads_logits:
                         states = self.model(**inputs, use_cache=False).logits
@@ -304,7 +313,7 @@ class SingleModel:
         tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
         packed_rows = PackedRows([*layout.lengths, padding], device, prompt_indices=[*layout.prompts, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
-        inputs = self._layer_input(experience, torch.arange(len(experience)), experience.token_ids, tokens)
+        inputs = forward_inputs(self.model, experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
             output = self.model.base_model(**inputs, use_cache=False)
@@ -317,21 +326,11 @@ class SingleModel:
     def _packed_tokens(self, experience: Experience) -> PackedTokens:
         """Returns the packed row's layout, with each prompt only once if that saves enough tokens."""
         if self.shares_packed_prompts and not self.replays(experience):  # each trajectory has its own routes
-            prompts = find_shared_prompts(experience, getattr(self.model.config, "image_token_id", None))
+            prompts = find_shared_prompts(experience, self.model.config)
             layout = packed(prompts, experience.token_ids.shape)
             if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
                 return layout
         return packed(each_alone(experience), experience.token_ids.shape)
-
-    def _layer_input(
-        self, experience: Experience, rows: Tensor, token_ids: Tensor, positions: tuple[Tensor, Tensor] | None = None
-    ) -> dict[str, Any]:
-        """Returns the model's arguments for token ids [b, T] of rows [b], or for the `positions` of a packed row."""
-        if experience.pixel_values is None:
-            return {"input_ids": token_ids if positions is None else token_ids[positions][None]}
-        images = ImageTable(*(experience[name] for name in ImageTable._fields))
-        images = images._replace(image_rows=on_host(images.image_rows)[on_host(rows)])
-        return image_inputs(self.model, token_ids, images, positions=positions)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
         """Inside the context, a forward over the tokens at these rows and columns uses the engine's experts."""

@@ -2,7 +2,7 @@
 
 Reading order:
     workflow.py       Workflow, and SingleTurn: one completion for each prompt
-    multi_turn.py     several turns: conversation.py keeps their tokens, environment.py answers the policy
+    multi_turn/       several turns, with an environment that answers the policy
       tools/          an environment with tools that the policy calls: Python functions, or tools on an MCP server
       openenv.py      environments on an OpenEnv server
     agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
@@ -16,8 +16,7 @@ from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
-    from lightrl.workflows.environment import Environment, RetryWithFeedback
-    from lightrl.workflows.multi_turn import MultiTurn
+    from lightrl.workflows.multi_turn import Environment, MultiTurn, RetryWithFeedback
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tools import MCPServer, ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
@@ -25,12 +24,12 @@ if TYPE_CHECKING:
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
     "AgentWorkflow": "agent_workflow",
-    "Environment": "environment",
+    "Environment": "multi_turn",
     "MCPServer": "tools",
     "MultiTurn": "multi_turn",
     "OpenEnv": "openenv",
     "OpenEnvTools": "openenv",
-    "RetryWithFeedback": "environment",
+    "RetryWithFeedback": "multi_turn",
     "SingleTurn": "workflow",
     "ToolEnvironment": "tools",
     "Workflow": "workflow",

@@ -19,7 +19,7 @@ import aiohttp
 
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, split_thinking
-from lightrl.workflows.environment import Environment, Step
+from lightrl.workflows.multi_turn import Environment, Step
 from lightrl.workflows.tools import ToolEnvironment, ToolParser, ToolServer, parse_hermes, read_parts, run_apart
 
 _MAX_BYTES = 2**26  # limit for one message from a server

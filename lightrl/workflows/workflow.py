@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import numpy as np
 
@@ -18,10 +17,8 @@ from lightrl.columns import TOKENS, TokenArray, column_named, extended
 from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
-from lightrl.models import self_contained
 from lightrl.models.chat_template import ChatTemplate
-from lightrl.trajectory import Prompt, Trajectory, Turn
-from lightrl.workflows.environment import Environment, call_environment
+from lightrl.trajectory import Attached, Prompt, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,36 +29,7 @@ class TurnLog:
     """The environment's answers in one conversation so far. Answers from an earlier run are replayed first."""
 
     answers: list[tuple[str, Any, Any]] = field(default_factory=list)  # method, answer, state after the call
-    _num_given: int = 0  # answers that `ask` has returned in this run
-
-    async def ask(
-        self, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
-    ) -> Any:
-        """Returns the environment's answer; does not call the environment if the earlier run recorded the answer.
-
-        Raises:
-            RolloutError: if the call fails, or if its answer or the environment's state cannot be stored as JSON.
-        """
-        name = f"{type(environment).__name__}.{method}"
-        if self._num_given < len(self.answers):
-            recorded_method, answer, state = self.answers[self._num_given]
-            if recorded_method != method:
-                raise RolloutError(
-                    f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
-                )
-            environment.load_state_dict(prompt, state)
-        else:
-            returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
-            try:
-                answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
-            except (TypeError, ValueError) as error:
-                raise RolloutError(
-                    f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). "
-                    "An environment with state_dict must return only values that JSON can store."
-                ) from error
-            self.answers.append((method, answer, state))
-        self._num_given += 1
-        return answer
+    num_given: int = 0  # answers that the workflow has received in this run
 
     def state_dict(self) -> list[list[object]]:
         return [list(answer) for answer in self.answers]
@@ -75,10 +43,14 @@ class Generate(Protocol):
     """Calls the policy; the sampling settings, the session and each turn's seed are already set."""
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, images: Sequence[str] = ()
+        self, token_ids: list[int], *, max_new_tokens: int | None = None, **attached: Unpack[Attached]
     ) -> Completion:
-        """Returns the completion of these token ids, which already contain the image tokens of the prompt and `images`;
-        `max_new_tokens` can lower the limit in `sampling` but not raise it."""
+        """Returns the completion of these token ids.
+
+        Args:
+            max_new_tokens: can lower the limit in `sampling` but not raise it.
+            attached: what observations have shown the policy besides token ids; see `Attached` in trajectory.py.
+        """
         ...
 
 

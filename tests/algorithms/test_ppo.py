@@ -124,6 +124,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], message
         ppo(**settings)
 
 
+def test_a_statistic_of_the_group_is_no_setting():
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'leave_one_out'"):
+        ppo(leave_one_out=None)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

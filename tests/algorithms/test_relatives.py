@@ -16,7 +16,6 @@ from lightrl.algorithms import (
     GSPO,
     M2PO,
     OAPL,
-    PPO,
     RLOO,
     SAPO,
     TOPR,
@@ -247,7 +246,6 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], messa
     ("algorithm", "setting"),
     [
         (DrGRPO, {"advantage_std": "group"}),
-        (PPO, {"leave_one_out": None}),
         (GSPO, {"ratio_level": "token"}),
         (CISPO, {"dual_clip": 3.0}),
         (SAPO, {"clip_high": 0.2}),

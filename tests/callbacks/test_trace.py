@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 from digit_reward import token_reward
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, weights
 
-from lightrl import PPO, Sampling, Trace
+from lightrl import GRPO, ReferenceKL, Sampling, Trace
 from lightrl.trace.spans import in_microbatch_spans
 
 
@@ -50,15 +50,17 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
 
 
 def test_the_memory_of_roles_is_that_of_their_tensors(tmp_path: Path) -> None:
-    module = PPO(POLICY, reward=token_reward, group_size=2, sampling=Sampling(max_new_tokens=2))
+    reference, sampling = ReferenceKL(0.1, POLICY), Sampling(max_new_tokens=2)
+    module = GRPO(POLICY, reference=reference, reward=token_reward, group_size=2, sampling=sampling)
     trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
     trainer.fit(module, datamodule=Digits())
     sizes = json.loads((tmp_path / "trace" / "summary.json").read_text())["memory_of_roles_mib"]
-    assert sizes.keys() == {"policy", "critic"}
+    assert sizes.keys() == {"policy", "reference"}
     for role, kinds in sizes.items():
         held = sum(parameter.nbytes for parameter in getattr(module, role).parameters()) / 2**20
         assert kinds["parameters"] == pytest.approx(held, abs=0.01)
-        assert kinds["optimizer"] == pytest.approx(2 * held, abs=0.01)  # AdamW's two moments
+        moments = 2 * held if role == "policy" else 0  # AdamW's
+        assert kinds["optimizer"] == pytest.approx(moments, abs=0.01)
 
 
 def test_tracing_changes_no_number(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from transformers import AutoModelForCausalLM
 from waits import comes_true
 
-from lightrl.callbacks.loggers import log_image, log_settings, log_table
+from lightrl.callbacks.learning_curve import log_plot
+from lightrl.callbacks.loggers import log_settings, log_table
 from lightrl.commands.main import main
 
 # MLflow 3.17 calls pandas 3 and SQLAlchemy 2.1 by what they are about to drop.
@@ -283,7 +284,7 @@ def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCa
 
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location="unknown://bucket/folder")
     log_table([logger], "samples", [{"reward": 1.0}], 0)
-    log_image([logger], tmp_path / "learning_curve.png", 0)
+    log_plot([logger], tmp_path / "learning_curve.png", 0)
     assert "MLFlowLogger could not log the table samples: " in caplog.text
     assert "MLFlowLogger could not log learning_curve.png: " in caplog.text
     assert "The run continues, and its folder has the data." in caplog.text

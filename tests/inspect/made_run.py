@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightrl.callbacks.trace.files import TraceFile
 from lightrl.commands.inspect.answers import Answers
 from lightrl.commands.inspect.run_folder import find_runs
 from lightrl.commands.inspect.server import PageServer
-from lightrl.trace import Event, TraceFile
+from lightrl.trace import Event
 
 HOSTILE = [
     "<script>window.harmed = 1</script>",

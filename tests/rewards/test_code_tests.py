@@ -12,8 +12,8 @@ from reward_functions import trajectory_that
 
 from lightrl.errors import RewardError
 from lightrl.rewards.code_tests import code_tests, extracted_program, same_output
-from lightrl.rewards.fences import fenced_blocks
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run
+from lightrl.rewards.text_rewards import fenced_blocks
 
 SUM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 5", "stdout": "10"}]
 ADD = [

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from lightrl.strategies.pipeline import Action, Slot, max_in_flight, plan
+from lightrl.strategies.parallel_3d.pipeline import Action, Slot, max_in_flight, plan
 
 SIZES = list(product((1, 2, 3, 4, 6), (1, 2, 3), (1, 2, 3, 4, 5, 8, 13)))
 

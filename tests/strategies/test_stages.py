@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lightrl.strategies import LogprobSettings
-from lightrl.strategies.stages import Feed, Stage
-from lightrl.strategies.tensor_plans import LogitTransform
+from lightrl.strategies.parallel_3d.stages import Feed, Stage
+from lightrl.strategies.parallel_3d.tensor_plans import LogitTransform
 
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1)
 DEFAULT = {"qwen3", "gemma3_text", "granite", "glm4"}

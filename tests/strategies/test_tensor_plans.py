@@ -6,7 +6,13 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from lightrl.strategies.tensor_plans import LogitTransform, check_model, check_schedule, check_sizes, split_layers
+from lightrl.strategies.parallel_3d.tensor_plans import (
+    LogitTransform,
+    check_model,
+    check_schedule,
+    check_sizes,
+    split_layers,
+)
 
 
 def config(model_type: str = "qwen3", **changes: Any) -> Any:

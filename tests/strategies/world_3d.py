@@ -30,10 +30,9 @@ from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
 from lightrl.models.tuning import held_tensors
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
-from lightrl.strategies.parallel_3d import Parallel3DModel
-from lightrl.strategies.ranks.processes import square_norm
-from lightrl.strategies.stages import ends_group, split_model
-from lightrl.strategies.tensor_parallel import local
+from lightrl.strategies.parallel_3d.stages import ends_group, split_model
+from lightrl.strategies.parallel_3d.strategy import Parallel3DModel
+from lightrl.strategies.ranks.processes import local, square_norm
 
 NUM_UPDATES = 2
 MAX_NORM = 0.5

@@ -44,7 +44,7 @@ from lightrl.columns import TokenArray
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import Answer, CompletionDraft
 from lightrl.workflows import Workflow
-from lightrl.workflows.conversation import Conversation, TurnRenderer
+from lightrl.workflows.multi_turn import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 LAYERS = {**CONFIG, "num_hidden_layers": 2, "tie_word_embeddings": False}

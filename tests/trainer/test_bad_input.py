@@ -12,7 +12,7 @@ from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trai
 
 from lightrl import DPO, SFT, Experience, FSDP2Strategy, Outputs, RewardModel, RLCallback, RLModule, Trajectory
 from lightrl.workflows import Environment, MultiTurn
-from lightrl.workflows.environment import Step
+from lightrl.workflows.multi_turn import Step
 
 
 @pytest.mark.bad_input

@@ -15,7 +15,7 @@ from lightrl.engines.engine import Completion
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
-from lightrl.workflows.environment import Environment, Step
+from lightrl.workflows.multi_turn import Environment, Step
 from lightrl.workflows.workflow import Workflow
 
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>"]

@@ -12,9 +12,9 @@ from chat_texts import CHATML, END, START, chat_prompt, chat_tokenizer, ids
 from lightrl.engines.engine import Completion
 from lightrl.models.chat_template import set_chat_template
 from lightrl.trajectory import Prompt
-from lightrl.workflows.conversation import Conversation, TurnRenderer
-from lightrl.workflows.tools import Tool, calculator
+from lightrl.workflows.multi_turn import Conversation, TurnRenderer
 
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 OPENS = CHATML.replace("'<|im_start|>assistant\n' }}", "'<|im_start|>assistant\n<think>\n' }}")
 
 # What each chat template that the package trl ships does with a message of the user, and with a tool's result, after a
@@ -47,7 +47,7 @@ OUTCOME_OF = {name: outcome for outcome, names in OUTCOMES.items() for name in n
 
 def outcome_of(renderer: TurnRenderer, role: str) -> str:
     try:
-        renderer.check_template(role, [Tool.of(calculator).schema] if role == "tool" else [])
+        renderer.check_template(role, [TOOL] if role == "tool" else [])
     except ValueError as error:
         return CANNOT if "cannot render" in str(error) else str(error)
     return KEEPS

@@ -26,7 +26,8 @@ from lightrl.testing import QUIET
 from lightrl.trajectory import JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows import MultiTurn, ToolEnvironment
-from lightrl.workflows.conversation import Conversation, TurnRenderer
+from lightrl.workflows.multi_turn.conversation import Conversation, TurnRenderer
+from lightrl.workflows.multi_turn.workflow import answer_or_replay
 from lightrl.workflows.tools import ToolCall, read_parts
 from lightrl.workflows.workflow import TurnLog
 
@@ -224,10 +225,10 @@ def test_a_resume_shows_the_image_that_the_run_showed(key, tmp_path):
 
     read_image(RED).save(tmp_path / "screen.png")
     log = TurnLog()
-    (message,) = asyncio.run(log.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
+    (message,) = asyncio.run(answer_or_replay(log, Screen(), "step", prompts()[0], "go", timeout_s=5.0))
     (tmp_path / "screen.png").unlink()
     resumed = TurnLog(log.answers)
-    (again,) = asyncio.run(resumed.ask(Screen(), "step", prompts()[0], "go", timeout_s=5.0))
+    (again,) = asyncio.run(answer_or_replay(resumed, Screen(), "step", prompts()[0], "go", timeout_s=5.0))
     assert again == message
     shown = image_reader().read([again["content"][0]["image"], RED]).pixel_values
     assert torch.equal(shown[0], shown[1])

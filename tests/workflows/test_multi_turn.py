@@ -46,9 +46,8 @@ from lightrl.rollout import RolloutController, RolloutSettings
 from lightrl.rollout.prompts import Prompts
 from lightrl.trajectory import Prompt, Sampling
 from lightrl.weights import bucketed
-from lightrl.workflows import Environment, MultiTurn, RetryWithFeedback, ToolEnvironment
-from lightrl.workflows.environment import Step
-from lightrl.workflows.tools import calculator
+from lightrl.workflows import Environment, MultiTurn, RetryWithFeedback
+from lightrl.workflows.multi_turn import Step
 
 AGAIN = ("again", 0.0, False)
 DONE = (None, 1.0, True)
@@ -177,8 +176,12 @@ def test_history_that_is_rewritten_for_what_the_policy_wrote_drops_the_trajector
 
 
 def test_a_template_that_cannot_render_the_answer_is_refused():
+    class WithTool(Scripted):
+        def tool_schemas(self):
+            return [{"type": "function", "function": {"name": "add"}}]
+
     with pytest.raises(ValueError, match=r"role 'tool'.*no tools here"):
-        MultiTurn(chat_tokenizer(ONLY_USERS), lambda: ToolEnvironment([calculator]))
+        MultiTurn(chat_tokenizer(ONLY_USERS), WithTool)
 
 
 def test_a_prompt_of_another_template_is_refused():

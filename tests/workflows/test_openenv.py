@@ -21,7 +21,7 @@ from fake_openenv import Dying, Echo, Full, GuessDigit, Shop, Slow, openenv
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt
 from lightrl.workflows import MultiTurn, OpenEnv, OpenEnvTools
-from lightrl.workflows.environment import CheckedStep, call_environment
+from lightrl.workflows.multi_turn import CheckedStep, call_environment
 
 ROOT = Path(__file__).parents[2]
 FAKES: dict[str, type[Any]] = {"openenv_server": GuessDigit, "openenv_shop": Shop}

@@ -20,7 +20,7 @@ from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
 from lightrl.models import RoleMesh
 from lightrl.plan import PlannedRun, memory_line, misfits, num_devices
-from lightrl.strategies.tensor_plans import check_sizes
+from lightrl.strategies.parallel_3d import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."

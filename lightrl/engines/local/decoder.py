@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from lightrl.columns import ROUTES
 from lightrl.functional.device_copy import on_device
 from lightrl.functional.packing import chunks_of_similar_length
 from lightrl.models.hybrids import keeps_states, time_step_limits
-from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model
+from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_model, refusal
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.routes import Routes
+from lightrl.trajectory import Attached
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PretrainedConfig
@@ -56,6 +57,14 @@ class Decoder(Protocol):
 
     def read(self, name: str) -> Tensor:
         """Returns a copy of a parameter in Hugging Face's layout."""
+        ...
+
+    def attachments(self, token_ids: Sequence[int], **attached: Unpack[Attached]) -> tuple[str, ...]:
+        """Returns a prompt's images, as `append` takes them, after reading them into a cache.
+
+        Raises:
+            ValueError: if the model cannot read an image, or the prompt has too few image tokens.
+        """
         ...
 
     def append(
@@ -120,7 +129,6 @@ class HuggingFaceDecoder:
     Args:
         prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
         record_routes: record the experts of each token; None records them if the model's family allows it.
-        image_reader: how the model reads images; None if it accepts none.
 
     Raises:
         ValueError: if required routes cannot be recorded; or if the model keeps anything else, such as an index for
@@ -137,13 +145,12 @@ class HuggingFaceDecoder:
         device: torch.device,
         prefill_tokens: int = 8192,
         record_routes: bool | None = None,
-        image_reader: ImageReader | None = None,
     ) -> None:
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
-        self._prefill_tokens, self._image_reader = prefill_tokens, image_reader
+        self._prefill_tokens, self._image_reader = prefill_tokens, ImageReader.of(config)
         self._routes: Routes | None = None  # if set, routes are recorded
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
         self._accepted = set(inspect.signature(self._model.forward).parameters)
@@ -243,6 +250,14 @@ class HuggingFaceDecoder:
     def read(self, name: str) -> Tensor:
         copy: Tensor = self._targets[self._tied.get(name, name)].clone()
         return copy
+
+    def attachments(self, token_ids: Sequence[int], **attached: Unpack[Attached]) -> tuple[str, ...]:
+        if images := attached.get("images", ()):
+            if self._image_reader is None:
+                raise ValueError(refusal(len(images)))
+            self._image_reader.check(images, token_ids)
+            self._image_reader.read(images)
+        return images
 
     def append(
         self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()

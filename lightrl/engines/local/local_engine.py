@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from lightrl.engines.local.decoder import Decoder, HuggingFaceDecoder
 from lightrl.engines.local.running_batch import Row, RunningBatch, completion_seed
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
-from lightrl.models.images import ImageReader, refusal
 from lightrl.models.model_spec import check_outputs
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Attached, Sampling
 from lightrl.weights import Bucket, block_fp8
 
 
@@ -96,7 +95,7 @@ class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
     Llama, Mistral, Qwen2 and Qwen3 models are decoded on a fast path. Other decoder-only models whose layers keep
-    key-values, or the states of convolutions and recurrences, run Hugging Face's code, which also reads images. All
+    key-values, or the states of convolutions and recurrences, also with a vision tower, run Hugging Face's code. All
     other models are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after
     their last token; equal prompts that are admitted together are computed once. A token depends on the seed, its
     position and the logits; the batch can change it only through float rounding of the logits.
@@ -170,7 +169,6 @@ class LocalEngine(RolloutEngine):
         self._dtype = torch.float32  # set by `start` from `dtype` and the device
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
-        self._image_reader: ImageReader | None = None  # how the model reads images; None if it accepts none
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model without setting its weights, and starts the decode thread."""
@@ -188,7 +186,6 @@ class LocalEngine(RolloutEngine):
         self.choose_device()
         self.weight_version = -1
         self._vocab_size = text_config.vocab_size
-        self._image_reader = ImageReader.of(config)
         self._decoder = self._make_decoder(config)
         is_small = sum(shape.numel() for shape in self._decoder.shapes.values()) < SMALL_MODEL_PARAMETERS
         has_own_threads = self._decoder.has_own_threads
@@ -245,13 +242,13 @@ class LocalEngine(RolloutEngine):
         *,
         session: str,
         n: int = 1,
-        images: tuple[str, ...] = (),
         started: Completion | None = None,
+        **attached: Unpack[Attached],
     ) -> list[Completion]:
         """Generates `n` completions of one prompt; has no timeout, because the controller sets one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
-        return list(await asyncio.gather(*self._submit(token_ids, samplings, images, [started] * n)))
+        return list(await asyncio.gather(*self._submit(token_ids, samplings, [started] * n, attached)))
 
     def generate_group(
         self,
@@ -259,13 +256,13 @@ class LocalEngine(RolloutEngine):
         samplings: Sequence[Sampling],
         *,
         session: str,
-        images: tuple[str, ...] = (),
         started: Sequence[Completion | None] | None = None,
+        **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
         """Submits one request for the whole group, unless a subclass replaces only `generate`."""
         if self._generates_each:
-            return super().generate_group(token_ids, samplings, session=session, images=images, started=started)
-        return self._submit(token_ids, samplings, images, started or [None] * len(samplings))
+            return super().generate_group(token_ids, samplings, session=session, started=started, **attached)
+        return self._submit(token_ids, samplings, started or [None] * len(samplings), attached)
 
     async def unfinished(self) -> dict[int, Completion]:
         return self._started().unfinished()
@@ -319,20 +316,17 @@ class LocalEngine(RolloutEngine):
         self,
         token_ids: list[int],
         samplings: Sequence[Sampling],
-        images: tuple[str, ...],
         started: Sequence[Completion | None],
+        attached: Attached,
     ) -> list[asyncio.Future[Completion]]:
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
-        if images:
-            if self._image_reader is None:
-                raise ValueError(refusal(len(images)))
-            self._image_reader.check(images, token_ids)
-            self._image_reader.read(images)  # an error fails only this request; the decoder reads from the cache
+        # An error fails only this request. A closed engine has no decoder, and its thread refuses the request.
+        attachments = () if self._decoder is None else self._decoder.attachments(token_ids, **attached)
         prompt = tuple(token_ids)
         rows = zip(samplings, started, strict=True)
-        return thread.submit([Row(prompt, sampling, images, start) for sampling, start in rows])
+        return thread.submit([Row(prompt, sampling, attachments, start) for sampling, start in rows])
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
@@ -351,9 +345,7 @@ class LocalEngine(RolloutEngine):
         fast: Decoder | None = None
         if self.fast_path and not self.record_routes:
             fast = entry_point("fast decoder")(config, cache_bytes=self.key_value_bytes, **settings)
-        return fast or HuggingFaceDecoder(
-            config, record_routes=self.record_routes, image_reader=self._image_reader, **settings
-        )
+        return fast or HuggingFaceDecoder(config, record_routes=self.record_routes, **settings)
 
     def _started(self) -> DecodeThread:
         if self._thread is None:

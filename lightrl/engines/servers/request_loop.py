@@ -17,7 +17,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import PretrainedConfig
 
@@ -33,9 +33,8 @@ from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 from lightrl.models import Attachments, context_tokens
-from lightrl.models.images import ImageReader
 from lightrl.trace import span
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Attached, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +57,13 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
-    image_reader: ImageReader | None  # None if the model accepts only token ids
+    attachments: Callable[..., Attachments | None]  # prepares what a prompt has besides token ids
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
         vocab_size = int(config.get_text_config().vocab_size)
-        return cls(vocab_size, context_tokens(config), ImageReader.of(config), encoders)
+        return cls(vocab_size, context_tokens(config), Attachments.for_model(config), encoders)
 
 
 class ServedVersions:
@@ -113,14 +112,14 @@ class RequestLoop:
         *,
         session: str,
         n: int = 1,
-        images: tuple[str, ...] = (),
         started: Completion | None = None,
+        **attached: Unpack[Attached],
     ) -> list[Completion]:
         """Implements `RolloutEngine.generate`; a cancellation aborts the requests on the servers."""
         limits = self.limits
         check_request(token_ids, sampling, n, vocab_size=limits.vocab_size, max_context=limits.max_context)
         shared: dict[str, Any] = {"vocab_size": limits.vocab_size, "encoders": limits.encoders}
-        shared["attachments"] = Attachments.of(limits.image_reader, images, token_ids) if images else None
+        shared["attachments"] = limits.attachments(token_ids, **attached)
         with self.home.cancelled_with_loop():
             if n == 1:
                 draft = CompletionDraft(token_ids, sampling, **shared)

@@ -9,3 +9,9 @@ Reading order:
 May import: the same as engines/. Only this package knows SGLang's paths, except those of the gateway. To use another
 SGLang route, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
 """
+
+from lightrl.engines.sglang.command import SGLangProcess
+from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.sglang.scoring import with_server
+
+__all__ = ["SGLangEngine", "SGLangProcess", "with_server"]

@@ -27,7 +27,7 @@ from lightrl.functional import bins, on_host, rectangles, to_device
 from lightrl.models.model_spec import cache_argument
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PreTrainedModel
+    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 # Cost of one more forward, in tokens. Fewer tokens of padding are cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
@@ -58,7 +58,7 @@ Plan = list[list[Row]]  # the rows of each forward
 Layout = Callable[[Sequence[Row]], Plan]  # makes a plan from distinct prompts with their completions
 
 
-def find_shared_prompts(experience: Experience, image_token_id: int | None = None) -> list[Row]:
+def find_shared_prompts(experience: Experience, config: PretrainedConfig | None = None) -> list[Row]:
     """Returns each distinct prompt with all its trajectories, shortest prompt first.
 
     The prompt is everything before the first loss token. Prompts are equal if group, tokens and images are equal. A
@@ -72,7 +72,7 @@ def find_shared_prompts(experience: Experience, image_token_id: int | None = Non
     groups = on_host(experience.group_ids)
     if experience.image_rows is not None:
         is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])  # but not part of the prompt
-        is_alone = (is_read & (on_host(experience.token_ids) == image_token_id)).any(1)
+        is_alone = (is_read & (on_host(experience.token_ids) == getattr(config, "image_token_id", None))).any(1)
         starts = torch.where(is_alone, ends, starts)
         groups = torch.where(is_alone, -1 - torch.arange(len(ends)), groups)
     prompts: dict[tuple[int, int, bytes, bytes], Row] = {}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.models.conversion import Names, exported_tensors
 from lightrl.models.tuning import Part, held_tensors, tuning_of
-from lightrl.strategies.tensor_parallel import local
+from lightrl.strategies.ranks.processes import local
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:

@@ -361,6 +361,11 @@ def _watch_store(main_address: str) -> TCPStore:
     return TCPStore(main_address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor, with gradient; returns other tensors unchanged."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
@@ -370,12 +375,11 @@ def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: t
     for gradient in gradients:
         if any(gradient is copy.grad for copy in copies):
             continue
-        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         times = 1  # how many ranks have this part
         if isinstance(gradient, DTensor):
             for axis, placement in enumerate(gradient.placements):
                 times *= gradient.device_mesh.size(axis) if placement.is_replicate() else 1
-        total += part.double().square().sum() / times
+        total += local(gradient).double().square().sum() / times
     return total
 
 

@@ -22,6 +22,7 @@ from lightrl.experience import (
     LossUnit,
     Reduction,
     fields_of,
+    is_index,
     is_on_host,
     is_table,
     reward_fields,
@@ -30,13 +31,12 @@ from lightrl.experience import (
 )
 from lightrl.functional import row_lengths, to_device
 from lightrl.functional.device_copy import remember
-from lightrl.models.images import ImageTable
+from lightrl.models import keep_shown
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.trajectory import Trajectory
 
 _CPU = torch.device("cpu")
 
-_IMAGE_FIELDS = ImageTable._fields
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # per token
 # Values computed from each row's tokens; all ranks have them.
@@ -165,7 +165,7 @@ class ShardedExperience:
             if is_on_host(name):
                 if is_table(name):
                     tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
-            elif value.dim() >= 2 and name not in _IMAGE_FIELDS:
+            elif value.dim() >= 2 and not (is_table(name) or is_index(name)):
                 tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
             else:
                 rows[name] = value
@@ -308,8 +308,11 @@ class ShardedExperience:
                 after the trajectory.
             is_sampler: whether the model sampled the tokens; False omits columns that only the sampler reads.
         """
-        names = (*ROW_FIELDS, *_IMAGE_FIELDS)  # and token counts and placement, whose names start with _
-        rows = {name: value for name, value in self.rows.items() if name.startswith("_") or name in names}
+        rows = {  # names of token counts and of the placement start with _
+            name: value
+            for name, value in self.rows.items()
+            if name.startswith("_") or name in ROW_FIELDS or is_table(name) or is_index(name)
+        }
         inputs = [
             column for column in registered() if column.is_model_input and (is_sampler or not column.is_of_sampler)
         ]
@@ -334,20 +337,18 @@ class ShardedExperience:
             read_on_host = [name for name in ("token_ids", "loss_mask", "gaps") if name in tensors]
             for name, value in part._padded(read_on_host, _CPU).items():
                 remember(tensors[name], value)
-        of_rows = dict(part.rows)
-        if "pixel_values" in of_rows:
-            of_rows |= ImageTable(*(of_rows[name] for name in _IMAGE_FIELDS)).shown()._asdict()
-        for name, value in of_rows.items():
+        for name, value in {**part.rows, **keep_shown(part.rows)}.items():
             if not name.startswith("_"):
                 tensors[name] = to_device(value, device)
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
         """Returns one row of two tokens, none of them a loss token, for a rank that must run a forward without rows."""
-        rows = {name: value.new_zeros(1, *value.shape[1:]) for name, value in self.rows.items()}
+        rows = {  # without entries of tables, which `dense` then omits
+            name: value.new_full((1, *value.shape[1:]), -1 if is_index(name) else 0)
+            for name, value in self.rows.items()
+        }
         rows["lengths"] = torch.tensor([2])
-        if "image_rows" in rows:
-            rows["image_rows"] = rows["image_rows"] - 1  # no image; `dense` omits unused images
         tokens = {
             name: TokenRows([np.full((2, *values.empty.shape[1:]), _fill(name), values.empty.dtype)], values.empty)
             for name, values in self.tokens.items()

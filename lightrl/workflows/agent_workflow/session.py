@@ -41,7 +41,7 @@ from lightrl.workflows.agent_workflow.protocol import (
     message_key,
     tool_call,
 )
-from lightrl.workflows.conversation import Conversation, TurnRenderer
+from lightrl.workflows.multi_turn import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3

@@ -27,7 +27,7 @@ from lightrl.workflows.agent_workflow.command import AgentCommand, AgentResult, 
 from lightrl.workflows.agent_workflow.completion_parser import completion_parser
 from lightrl.workflows.agent_workflow.endpoint import OpenAIEndpoint
 from lightrl.workflows.agent_workflow.session import AgentSession
-from lightrl.workflows.conversation import TurnRenderer
+from lightrl.workflows.multi_turn import TurnRenderer
 from lightrl.workflows.tools import ToolParser
 from lightrl.workflows.workflow import Generate, Workflow
 

@@ -37,7 +37,7 @@ from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.rewards.sandbox import Limits, LocalSandbox
 from lightrl.trajectory import CLOSED_THOUGHT, LEADING_THOUGHTS, JsonMapping, JsonObject, Prompt
-from lightrl.workflows.environment import CheckedStep, Environment, Observation, Step, call_environment
+from lightrl.workflows.multi_turn import CheckedStep, Environment, Observation, Step, call_environment
 
 _T = TypeVar("_T")
 # A tag in quotation marks does not start a call.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,8 @@ from lightrl.engines.local.fast.kernels import (
 )
 from lightrl.functional.device_copy import on_device
 from lightrl.functional.packing import chunks_of_similar_length
+from lightrl.models.images import refusal
+from lightrl.trajectory import Attached
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -250,10 +252,14 @@ class LlamaDecoder:
         view = view[0] if target.is_spread else view
         return view.clone(memory_format=torch.contiguous_format).view(target.shape)
 
+    def attachments(self, token_ids: Sequence[int], **attached: Unpack[Attached]) -> tuple[str, ...]:
+        if images := attached.get("images"):
+            raise ValueError(refusal(len(images)))
+        return ()
+
     def append(
         self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
     ) -> Tensor:
-        assert not any(images), "these families take no images"
         self._pack()
         first = self._num_rows
         self._reserve(first + len(sequence_indices), max(len(sequence) for sequence in sequences) + 1)

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from lightrl.functional.logprobs import Mask, chunks, logits_gradient, mask_of, masked_scores, prepared
 from lightrl.functional.supports import Supports, support_scores
 from lightrl.models.tuning import Tuning
+from lightrl.strategies.ranks.processes import local
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -154,11 +155,6 @@ def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) 
     gradient = Partial() if gradients_add_up else Replicate()
     whole: Tensor = split.redistribute(mesh, [Replicate()]).to_local(grad_placements=[gradient])
     return whole
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, with gradient; returns other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def vocab_parallel_logprobs(

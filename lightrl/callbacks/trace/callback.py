@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.profilers import Profiler
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.trace.areas import AreaTimes, SummaryJson, area_times, summary_of, summary_text
+from lightrl.callbacks.trace.files import MemoryPeaks, TraceFile, clock_offset_ns, join_traces
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
 from lightrl.strategies import Ranks, local, ranks_of
-from lightrl.trace import Event, MemoryPeaks, Tape, TraceFile, area_times, clock_offset_ns, join_traces, set_tape
-from lightrl.trace.areas import AreaTimes, SummaryJson, summary_of, summary_text
+from lightrl.trace import Event, Tape, set_tape
 from lightrl.trace.spans import child_bytes
 
 if TYPE_CHECKING:

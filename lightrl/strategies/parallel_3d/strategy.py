@@ -30,12 +30,18 @@ from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings, teacher_candidates
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.packed_attention import make_packable
-from lightrl.strategies.pipeline import HeldActivations
+from lightrl.strategies.parallel_3d.pipeline import HeldActivations
+from lightrl.strategies.parallel_3d.stages import Feed, SplitModel, ends_group, split_model
+from lightrl.strategies.parallel_3d.tensor_plans import (
+    check_model,
+    check_schedule,
+    check_sizes,
+    check_world,
+    tensor_plan,
+)
 from lightrl.strategies.ranks.planned_gather import PlannedGather
 from lightrl.strategies.ranks.processes import ProcessRanks
 from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
-from lightrl.strategies.stages import Feed, SplitModel, ends_group, split_model
-from lightrl.strategies.tensor_plans import check_model, check_schedule, check_sizes, check_world, tensor_plan
 from lightrl.weights import Bucket
 
 if TYPE_CHECKING:

@@ -1,38 +1,19 @@
-"""Spans, clocks, files and areas, each by itself; a traced run is in tests/callbacks/test_trace.py."""
+"""Clocks, files, areas and peaks of a trace, each by itself; a traced run is in test_trace.py."""
 
 import contextlib
 import json
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightrl.trace import (
-    Event,
-    MemoryPeaks,
-    Tape,
-    TraceFile,
-    area_times,
-    clock_offset_ns,
-    in_microbatch_spans,
-    join_traces,
-    set_tape,
-    span,
-)
-from lightrl.trace.areas import common, summary_of, summary_text, union, without
+from lightrl.callbacks.trace.areas import area_times, common, summary_of, summary_text, union, without
+from lightrl.callbacks.trace.files import MemoryPeaks, TraceFile, clock_offset_ns, join_traces
+from lightrl.trace import Event
 from lightrl.trace.spans import host_bytes
 
 S = 10**9  # a second, in ns
-
-
-@pytest.fixture
-def tape() -> Iterator[Tape]:
-    tape = Tape()
-    set_tape(tape)
-    yield tape
-    set_tape(None)
 
 
 def at(name: str, category: str, start: float, end: float, track: str = "trainer") -> Event:
@@ -41,34 +22,6 @@ def at(name: str, category: str, start: float, end: float, track: str = "trainer
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text().rstrip().removesuffix(",") + "]")
-
-
-def test_a_span_measures_without_a_trace_and_is_kept_with_one(tape: Tape) -> None:
-    with span("one", "step", tokens=3) as measured:
-        measured.args["more"] = 1
-    with pytest.raises(ValueError, match="wrong"), span("two", "step", "elsewhere"):
-        raise ValueError("wrong")
-    one, two = tape.take()
-    assert (one.name, one.track, one.args) == ("one", "trainer", {"tokens": 3, "more": 1})
-    assert one.end_ns - one.start_ns == pytest.approx(measured.seconds * 1e9)
-    assert (two.track, two.args) == ("elsewhere", {"error": "ValueError"})
-    set_tape(None)
-    with span("three", "step") as measured:
-        pass
-    assert measured.seconds > 0
-    assert tape.take() == []
-
-
-def test_a_microbatch_leaves_forward_loss_and_backward(tape: Tape) -> None:
-    loss, backward = in_microbatch_spans(lambda experience, outputs: 2.0, lambda value: None)
-    for _ in range(2):
-        backward(loss([1, 2, 3], None))
-    events = tape.take()
-    assert [event.name for event in events] == ["forward", "loss", "backward"] * 2
-    assert events[0].args == {"trajectories": 3}
-    assert events[3].start_ns == events[2].end_ns  # the second forward begins where the first backward ended
-    set_tape(None)
-    assert in_microbatch_spans(sum, print) == (sum, print)
 
 
 def test_the_offset_of_a_clock_is_bounded_by_barriers() -> None:

@@ -8,6 +8,7 @@ T is the number of tokens of the trajectory, prompt included.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import sys
 from collections.abc import Awaitable, Callable
@@ -17,9 +18,16 @@ from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
+from lightrl.models.images import self_contained
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.conversation import Conversation, TurnRenderer
-from lightrl.workflows.environment import CheckedStep, Environment, as_messages, call_environment, checked_metrics
+from lightrl.workflows.multi_turn.conversation import Conversation, TurnRenderer
+from lightrl.workflows.multi_turn.environment import (
+    CheckedStep,
+    Environment,
+    as_messages,
+    call_environment,
+    checked_metrics,
+)
 from lightrl.workflows.workflow import Generate, TurnLog, Workflow
 
 if TYPE_CHECKING:
@@ -113,7 +121,8 @@ class MultiTurn(Workflow):
         async def answer(method: str, argument: object) -> object:
             if turn_log is None or not self.continues:
                 return await self._ask(environment, method, argument)
-            return await turn_log.ask(environment, method, prompt, argument, timeout_s=self.step_timeout_s)
+            within_s = self.step_timeout_s
+            return await answer_or_replay(turn_log, environment, method, prompt, argument, timeout_s=within_s)
 
         opening = as_messages(await answer("reset", prompt), f"{name}.reset")
         conversation = Conversation(self.template, prompt, opening, self.tools or None)
@@ -160,6 +169,36 @@ class MultiTurn(Workflow):
 
     async def _ask(self, environment: Environment, method: str, *arguments: object) -> object:
         return await call_environment(environment, method, *arguments, timeout_s=self.step_timeout_s)
+
+
+async def answer_or_replay(
+    log: TurnLog, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
+) -> Any:
+    """Returns the environment's answer; does not call the environment if the earlier run recorded the answer.
+
+    Raises:
+        RolloutError: if the call fails, or if its answer or the environment's state cannot be stored as JSON.
+    """
+    name = f"{type(environment).__name__}.{method}"
+    if log.num_given < len(log.answers):
+        recorded_method, answer, state = log.answers[log.num_given]
+        if recorded_method != method:
+            raise RolloutError(
+                f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
+            )
+        environment.load_state_dict(prompt, state)
+    else:
+        returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
+        try:
+            answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
+        except (TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). "
+                "An environment with state_dict must return only values that JSON can store."
+            ) from error
+        log.answers.append((method, answer, state))
+    log.num_given += 1
+    return answer
 
 
 async def _within(deadline: float, completing: Awaitable[Completion]) -> Completion | None:

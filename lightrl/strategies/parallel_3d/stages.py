@@ -34,10 +34,8 @@ from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.head import Logprobs, LogprobSettings, Targets, TopK, read_head, whole_head
 from lightrl.strategies.layouts.packed_attention import PackedRows, no_mask
 from lightrl.strategies.layouts.shared_prefix import each_alone, packed
-from lightrl.strategies.pipeline import Pipeline
-from lightrl.strategies.ranks.role_mesh import empty_out
-from lightrl.strategies.tensor_parallel import (
-    local,
+from lightrl.strategies.parallel_3d.pipeline import Pipeline
+from lightrl.strategies.parallel_3d.tensor_parallel import (
     part_of_sequence,
     share_parameters,
     split_parameters,
@@ -45,7 +43,15 @@ from lightrl.strategies.tensor_parallel import (
     vocab_parallel_topk,
     whole_sequence,
 )
-from lightrl.strategies.tensor_plans import LogitTransform, check_model, check_sizes, split_layers, tensor_plan
+from lightrl.strategies.parallel_3d.tensor_plans import (
+    LogitTransform,
+    check_model,
+    check_sizes,
+    split_layers,
+    tensor_plan,
+)
+from lightrl.strategies.ranks.processes import local
+from lightrl.strategies.ranks.role_mesh import empty_out
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,0 +1,43 @@
+"""MultiTurn: conversations between the policy and an environment, token by token.
+
+Reading order:
+    workflow.py      MultiTurn, which alternates the policy's turns and the environment's answers
+    environment.py   Environment, which answers the policy; RetryWithFeedback, made from any reward function
+    conversation.py  the tokens of one conversation: what the policy sampled, and what the chat template adds
+
+May import: the same as workflows/. To add an environment, subclass Environment and write `step`.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightrl import loaded_on_first_use
+
+if TYPE_CHECKING:
+    from lightrl.workflows.multi_turn.conversation import Conversation, TurnRenderer
+    from lightrl.workflows.multi_turn.environment import (
+        CheckedStep,
+        Environment,
+        Observation,
+        RetryWithFeedback,
+        Step,
+        call_environment,
+    )
+    from lightrl.workflows.multi_turn.workflow import MultiTurn
+
+# Loaded on first use, so that a reward process that imports a user's environment starts without torch.
+_HOMES = {
+    "CheckedStep": "environment",
+    "Conversation": "conversation",
+    "Environment": "environment",
+    "MultiTurn": "workflow",
+    "Observation": "environment",
+    "RetryWithFeedback": "environment",
+    "Step": "environment",
+    "TurnRenderer": "conversation",
+    "call_environment": "environment",
+}
+
+__all__ = ["CheckedStep", "Conversation", "Environment", "MultiTurn", "Observation", "RetryWithFeedback", "Step"]
+__all__ += ["TurnRenderer", "call_environment"]
+
+__getattr__ = loaded_on_first_use(__name__, _HOMES)
