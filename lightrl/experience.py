@@ -179,10 +179,12 @@ class Experience:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Makes an Experience from fields, columns and extras by name."""
-        fields_set = {name: value for name, value in tensors.items() if name in FIELDS}
-        others = {name: value for name, value in tensors.items() if name not in FIELDS}
-        columns = {name: value for name, value in others.items() if column_of(name) is not None}
-        extras = {name: value for name, value in others.items() if name not in columns}
+        fields_set: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
+        extras: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            kind = fields_set if name in FIELDS else columns if column_of(name) is not None else extras
+            kind[name] = value
         return cls(**fields_set, columns=columns, extras=extras)
 
     def without(self, names: Collection[str]) -> Self:

@@ -153,7 +153,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the current phase, or the last one
-        self.sizes = ""  # how many trajectories and tokens this iteration has, for an error message
+        self.lengths = torch.zeros(0, dtype=torch.int64)  # tokens of each trajectory, for an error message
 
     @property
     def ranks(self) -> Ranks:
@@ -237,8 +237,7 @@ class RolloutLoop(_AutomaticOptimization):
             has_rewards = not rollout.settings.defers_rewards
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
-        longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
+        self.lengths = experience.rows["lengths"]
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return share_tables(experience, trajectories, module, has_all=has_all)
 
@@ -430,8 +429,10 @@ class RolloutLoop(_AutomaticOptimization):
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."
         text = " ".join(str(error).split()).partition(" If reserved but")[0]
+        num, longest = len(self.lengths), max(self.lengths.tolist(), default=0)
+        sizes = f", with {count_text(num, 'trajectory')} of at most {count_text(longest, 'token')}" if num else ""
         return TrainingError(
-            f"Rank {self.trainer.global_rank} ran out of GPU memory in {self.phase!r}{self.sizes}. "
+            f"Rank {self.trainer.global_rank} ran out of GPU memory in {self.phase!r}{sizes}. "
             f"{_ADVICE.get(self.phase, other)} {self.trainer.memory_estimate} Torch says: {text}"
         )
 
