@@ -235,14 +235,14 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Shows a phase, without numbers if `done` is None; a new phase is shown at once, because it may take long."""
-        if not self._is_training or not self.is_enabled:
-            return
-        if not self.has_bars:
-            if time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
-                self._printed_s = time.monotonic()
-                counts = f": {done}/{total}" if total else ""
-                self._print_line(f"in iteration {self.train_progress_bar.n + 1}, {name}{counts}", {})
-            return
+        if self._is_training and self.has_bars:
+            self._draw_phase(name, done, total)
+        elif self._is_training and self.is_enabled and time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
+            self._printed_s = time.monotonic()
+            counts = f": {done}/{total}" if total else ""
+            self._print_line(f"in iteration {self.train_progress_bar.n + 1}, {name}{counts}", {})
+
+    def _draw_phase(self, name: str, done: int | None, total: int | None) -> None:
         if self._phase_bar is None:
             self._phase = ""
             settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}

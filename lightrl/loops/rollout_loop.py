@@ -208,14 +208,20 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
         """Returns the iteration's Experience with model call outputs, rewards and advantages."""
-        rollout = self.trainer.rollout
+        if self.trainer.rollout.settings.defers_rewards:
+            return self._score_before_rewards(module, groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
             experience = self._make_experience(module, trajectories)
-            if not rollout.settings.defers_rewards:
-                return self._run_calls(module, experience, trajectories, left_out=set())
-            graph = module.data_flow()
-            scored = graph.before_rewards()
+            return self._run_calls(module, experience, trajectories, left_out=set())
+
+    def _score_before_rewards(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
+        """Runs the calls that need no rewards while the last rewards are pending, then all others."""
+        rollout, graph = self.trainer.rollout, module.data_flow()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        scored = graph.before_rewards()
+        with self._phase("score"):
+            experience = self._make_experience(module, trajectories)
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):

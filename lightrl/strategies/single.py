@@ -144,22 +144,17 @@ class SingleModel:
             if halves is None:
                 backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             else:
+                modules = torch.nn.ModuleList(item for item in (self.model, self.value_head) if item is not None)
                 forward_backward_halves(
                     halves,
                     lambda half: self._outputs(half, teacher_candidates(half)),
                     loss_fn,
                     backward,
-                    self._trained_parameters(),
+                    [parameter for parameter in modules.parameters() if parameter.requires_grad],
                 )
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
         return self._outputs(microbatch, topk)
-
-    def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once, including the parameters of a critic's head."""
-        heads = () if self.value_head is None else self.value_head.parameters()
-        parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
-        return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False

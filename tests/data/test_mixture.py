@@ -73,7 +73,8 @@ def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(
         monkeypatch.setenv("RANK", "0")
         cursor = PromptCursor(make_data(plain_tokenizer, train).prompt_stream)
         cursor.next_position = position
-        played += [cursor.read(cursor.choose(0)).id for _ in range(until - position)]
+        prompts = [cursor.at(cursor.choose(0)) for _ in range(until - position)]
+        played += [prompt.id for prompt in prompts if prompt is not None]
         position = cursor.next_position
     assert played == expected
 

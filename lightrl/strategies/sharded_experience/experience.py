@@ -21,6 +21,7 @@ from lightrl.experience import (
     Experience,
     LossUnit,
     Reduction,
+    check_trajectories,
     fields_of,
     is_on_host,
     is_table,
@@ -47,6 +48,7 @@ _REPEATED = "_repeated_tokens"  # also such a value, but present only if rows ha
 Values = np.ndarray[Any, np.dtype[Any]]
 
 
+@dataclass(eq=False)
 class TokenRows:
     """A per-token field on the host: for each row, an array [tokens of the row, ...], or None if the row is elsewhere.
 
@@ -55,9 +57,8 @@ class TokenRows:
         empty: an array [0, ...], which gives the dtype and shape of one token's value.
     """
 
-    def __init__(self, rows: Sequence[Any], empty: Values) -> None:
-        self.rows = rows
-        self.empty = empty
+    rows: Sequence[Any]
+    empty: Values
 
     @classmethod
     def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
@@ -166,7 +167,9 @@ class ShardedExperience:
                 if is_table(name):
                     tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
             elif value.dim() >= 2 and name not in _IMAGE_FIELDS:
-                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
+                column = column_of(name)  # keeps its dtype, in which it is also sent
+                dtype = None if column is None else getattr(torch, column.dtype)
+                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=dtype)
             else:
                 rows[name] = value
         return cls(_counts(tokens), {}).with_tensors({**rows, **tokens})
@@ -191,6 +194,7 @@ class ShardedExperience:
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
         """Returns a copy with the rewards of these trajectories, one for each row, in order."""
+        check_trajectories(trajectories)  # again, because the reward may have set rewards per token
         rewards, rows = reward_fields(trajectories)
         return self.with_tensors({"rewards": rewards, **{name: TokenRows.of_rows(rows[name]) for name in rows}})
 
@@ -400,12 +404,6 @@ def _fill(field: str) -> float:
     """Returns the value that the field has on tokens without a value, for example on padding."""
     column = column_of(field)
     return 0 if column is None else column.fill
-
-
-def _kept_dtype(field: str) -> torch.dtype | None:
-    """Returns the dtype in which a column's values are kept and sent; None means their current dtype."""
-    column = column_of(field)
-    return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
