@@ -66,13 +66,7 @@ class Experience:
         if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
             raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
-            expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
-            num_axes = len(expected) if name == "image_rows" else 2
-            if not is_table(name) and tuple(tensor.shape[:num_axes]) != expected:
-                raise ValueError(
-                    f"{name} must have shape {expected}, since token_ids has {(num, width)}, got "
-                    f"{tuple(tensor.shape)}. Align it to the tokens it describes."
-                )
+            check_shape(name, tensor, num, width)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory]) -> Experience:
@@ -287,6 +281,18 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
             f"{len(groups[odd])}. Drop one of them, or set a different group_size."
         )
     return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
+
+
+def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
+    """Raises ValueError unless the field is [B] or [B, T, ...], or [B, I] for `image_rows`."""
+    if is_table(name):
+        return
+    expected = (num, width) if tensor.dim() >= 2 and name != "image_rows" else (num,)
+    if tuple(tensor.shape[: len(expected) if name == "image_rows" else 2]) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected}, since token_ids has {(num, width)}, got {tuple(tensor.shape)}. "
+            "Align it to the tokens it describes."
+        )
 
 
 def fields_of(

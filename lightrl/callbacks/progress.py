@@ -122,13 +122,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
         is_late = time.monotonic() - self._printed_s >= _SILENT_S
         if done % self.print_every_n_iterations == 0 or done == total or is_late:
-            self._printed_s = time.monotonic()
-            of_total = "" if total is None else f"/{total}"
-            start_s, num_before = self._begun
-            if total is not None and num_before < done < total and not self.has_bars:  # a bar shows the time left
-                left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
-                of_total += f", {duration_text(left_s)} left"
-            self._print_line(f"iteration {done}{of_total}", _drop_redundant(self.get_metrics(trainer, pl_module)))
+            self._print_iteration(done, total, _drop_redundant(self.get_metrics(trainer, pl_module)))
         if self.has_bars and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
             self._repaint()
 
@@ -213,6 +207,15 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def print(self, *args: object, sep: str = " ", **kwargs: Any) -> None:
         """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
+
+    def _print_iteration(self, done: int, total: int | None, values: Mapping[str, object]) -> None:
+        self._printed_s = time.monotonic()
+        of_total = "" if total is None else f"/{total}"
+        start_s, num_before = self._begun
+        if total is not None and num_before < done < total and not self.has_bars:  # a bar shows the time left
+            left_s = (self._printed_s - start_s) / (done - num_before) * (total - done)
+            of_total += f", {duration_text(left_s)} left"
+        self._print_line(f"iteration {done}{of_total}", values)
 
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """Prints `start  name=value  name=value`, with as many values as fit."""

@@ -26,11 +26,11 @@ from lightrl.functional import (
     to_device,
 )
 from lightrl.models import CONTEXT, Backward, Candidates, LossFunction, Outputs, context_tokens, scalar_head
-from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.images import ImageTable, image_inputs, image_kind
 from lightrl.models.routes import NOT_COMPILED, Routes
-from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.models.tuning import Part, whole_parameters
 from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
@@ -159,12 +159,8 @@ class SingleModel:
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
-        held = held_tensors(self.model)
-        exported = (
-            exported_tensors(self.model, names, name, [held[source] for source in sources])
-            for name, sources in tuning_of(self.model).sources(self.model, part).items()
-        )
-        return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
+        parameters = whole_parameters(self.model, part)
+        return bucketed(parameters if names == "module" else as_in_checkpoint(self.model, parameters), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
         source = self.model.device

@@ -167,9 +167,7 @@ class ShardedExperience:
                 if is_table(name):
                     tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
             elif value.dim() >= 2 and name not in _IMAGE_FIELDS:
-                column = column_of(name)  # keeps its dtype, in which it is also sent
-                dtype = None if column is None else getattr(torch, column.dtype)
-                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=dtype)
+                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
             else:
                 rows[name] = value
         return cls(_counts(tokens), {}).with_tensors({**rows, **tokens})
@@ -404,6 +402,12 @@ def _fill(field: str) -> float:
     """Returns the value that the field has on tokens without a value, for example on padding."""
     column = column_of(field)
     return 0 if column is None else column.fill
+
+
+def _kept_dtype(field: str) -> torch.dtype | None:
+    """Returns the dtype in which a column's values are kept and sent; None means their current dtype."""
+    column = column_of(field)
+    return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
