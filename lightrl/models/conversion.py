@@ -105,10 +105,10 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     return tensors
 
 
-def as_in_checkpoint(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def as_in_checkpoint(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a checkpoint, made from those of `whole_parameters`; added weights stay as they are."""
     tuning = tuning_of(model)
-    for name, tensor in parameters:
+    for name, tensor in pairs:
         yield from ({name: tensor} if tuning.adds(name) else checkpoint_tensors(model, name, tensor)).items()
 
 

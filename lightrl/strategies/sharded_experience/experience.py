@@ -374,8 +374,7 @@ class ShardedExperience:
                 padded |= row_tensors(name, tokens.rows)
                 continue
             flat = to_device(torch.from_numpy(tokens.flat()), device)
-            if column is not None and column.dtype == "int32":
-                flat = flat.long()
+            flat = flat.long() if column is not None and column.dtype == "int32" else flat
             filled = flat.new_full((*is_token.shape, *flat.shape[1:]), 0 if column is None else column.fill)
             padded[name] = filled.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded

@@ -86,11 +86,10 @@ def place_rows(
     """
     minibatch = torch.zeros(len(experience), dtype=torch.int64)
     units = experience.units(unit)
-    parts = [units]
-    if min(num_minibatches, len(units)) > 1:  # within each minibatch, units are ordered by their first rows
+    parts, num = [units], min(num_minibatches, len(units))
+    if num > 1:  # within each minibatch, units are ordered by their first rows
         order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
-        cut = order.tensor_split(min(num_minibatches, len(units)))
-        parts = [sorted(units[number] for number in part.tolist()) for part in cut]
+        parts = [sorted(units[number] for number in part.tolist()) for part in order.tensor_split(num)]
     for index, units in enumerate(parts):
         minibatch[[row for rows in units for row in rows]] = index
     placed = replace(experience.with_tensors({"_minibatch": minibatch}), ranks=ranks)
