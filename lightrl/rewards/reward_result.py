@@ -240,7 +240,7 @@ def _checked_number(value: Any, what: str, trajectory: Trajectory, largest: floa
     if not hasattr(type(value), "__float__") or (isinstance(value, Complex) and not isinstance(value, Real)):
         raise _invalid(f"{problem} {shown}.")
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError) as error:  # an array of several numbers
