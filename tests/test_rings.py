@@ -15,7 +15,7 @@ from scripts import rings
 MAX_CORE_LINES = 38033
 MAX_CORE_AND_OPTION_LINES = 45547
 MAX_CORE_FILES_THAT_NAME = {"supports": 9, "routes": 10, "images": 21, "LoRA": 10}
-MAX_ENTERED = (5375, 755, 69)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_ENTERED = (5370, 753, 69)  # lines, functions and files of a warm iteration, of which some depend on threads
 
 # Leaves that meet in a file: the second reads what the first writes, so its tests read it with the second too.
 MEET = {"supervised": {"export callback"}, "launch": {"status"}}
