@@ -131,7 +131,7 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
     from lightrl.loops.score import score
     from lightrl.loops.update import MinibatchLoss, add_parts, values_of
     from lightrl.strategies import LogprobSettings, SingleModel
-    from lightrl.strategies.sharded_experience.placement import cut_minibatches
+    from lightrl.strategies.sharded_experience.placement import minibatches, place_rows
 
     quiet()
     torch.set_num_threads(1)
@@ -153,10 +153,12 @@ def train(loss: str, lag: int, lr: float, seed: int, options: argparse.Namespace
     for iteration in range(options.iterations):
         fresh = sample(module.policy, draw.sample(prompts, GROUPS), iteration)
         queue.append(fresh)
-        experience = score(module, queue.popleft()).local
+        scored = score(module, queue.popleft())
+        experience, ranks = scored.local, scored.ranks
+        cut: Any = {"num_minibatches": module.num_minibatches, "seed": 1000 * seed + iteration, "unit": "trajectory"}
         metrics: dict[str, torch.Tensor] = {}
-        for rows in cut_minibatches(experience.units("trajectory"), module.num_minibatches, 1000 * seed + iteration):
-            minibatch = experience.select([row for (row,) in rows])
+        for rows in minibatches(place_rows(scored, roles=[ranks], ranks=ranks, **cut), epochs=1, seed=0):
+            minibatch = experience.select(rows)
             optimizer.zero_grad()
             losses = MinibatchLoss(module, minibatch)
             model.forward_backward(

@@ -162,8 +162,8 @@ class Experience:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns all tensors that are set, by name: fields, columns and extras."""
-        values = ((name, getattr(self, name)) for name in _FIELD_ORDER)
-        return {**{name: value for name, value in values if value is not None}, **self.columns, **self.extras}
+        fields_set = {name: value for name in _FIELD_ORDER if (value := getattr(self, name)) is not None}
+        return {**fields_set, **self.columns, **self.extras}
 
     def __getitem__(self, name: str) -> Tensor:
         """Returns a field, column or extra by name; raises KeyError if it is not set."""
@@ -179,10 +179,12 @@ class Experience:
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
         """Makes an Experience from fields, columns and extras by name."""
-        fields_set = {name: value for name, value in tensors.items() if name in FIELDS}
-        others = {name: value for name, value in tensors.items() if name not in FIELDS}
-        columns = {name: value for name, value in others.items() if column_of(name) is not None}
-        extras = {name: value for name, value in others.items() if name not in columns}
+        fields_set: dict[str, Tensor] = {}
+        columns: dict[str, Tensor] = {}
+        extras: dict[str, Tensor] = {}
+        for name, value in tensors.items():
+            kind = fields_set if name in FIELDS else columns if column_of(name) is not None else extras
+            kind[name] = value
         return cls(**fields_set, columns=columns, extras=extras)
 
     def without(self, names: Collection[str]) -> Self:
@@ -330,11 +332,8 @@ def fields_of(
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
     """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
-    rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
-    if all(item.rewards is None for item in trajectories):
-        return rewards, {}
-    check_trajectories(trajectories)
-    return rewards, {"token_rewards": REWARDS.rows(trajectories) or []}
+    rewards, rows = [item.reward for item in trajectories], REWARDS.rows(trajectories)
+    return torch.tensor(rewards, dtype=torch.float32), {} if rows is None else {"token_rewards": rows}
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
@@ -363,27 +362,22 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
     if without and has_rewards:
         raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")
     for item in trajectories:
-        _check_tokens(item)
-
-
-def _check_tokens(trajectory: Trajectory) -> None:
-    """Raises ValueError if the trajectory's columns, gaps or loss mask are invalid."""
-    num = len(trajectory.token_ids)
-    problems = [TOKENS[name].problem(getattr(trajectory, name), num) for name in TOKENS]
-    problems += [column_named(name).problem(values, num) for name, values in trajectory.columns.items()]
-    if problem := next(filter(None, problems), None):
-        raise ValueError(f"A trajectory of prompt {trajectory.prompt.id!r} {problem}")
-    row_starts = [0] if num else []
-    if trajectory.gaps is not None:
-        gaps, num_before = np.asarray(trajectory.gaps, np.int64), np.arange(num)
-        if ((gaps < 0) | (gaps > num_before)).any() or trajectory.prompt.images or trajectory.images:
+        name, num = f"A trajectory of prompt {item.prompt.id!r}", len(item.token_ids)
+        problems = [TOKENS[token_field].problem(getattr(item, token_field), num) for token_field in TOKENS]
+        problems += [column_named(column).problem(values, num) for column, values in item.columns.items()]
+        if problem := next(filter(None, problems), None):
+            raise ValueError(f"{name} {problem}")
+        row_starts = [0] if num else []
+        if item.gaps is not None:
+            gaps, num_before = np.asarray(item.gaps, np.int64), np.arange(num)
+            if ((gaps < 0) | (gaps > num_before)).any() or item.prompt.images or item.images:
+                raise ValueError(
+                    f"{name} has invalid gaps. Each must be from 0 to the number of tokens before its token, and the "
+                    "trajectory must have no images. Fix the workflow."
+                )
+            row_starts = np.flatnonzero(gaps == num_before).tolist()
+        if any(item.loss_mask[start] for start in row_starts):
             raise ValueError(
-                f"A trajectory of prompt {trajectory.prompt.id!r} has invalid gaps. Each must be from 0 to the number "
-                "of tokens before its token, and the trajectory must have no images. Fix the workflow."
+                f"{name} trains on its first token, which nothing predicts. Its prompt needs at least one token, for "
+                "example a start token."
             )
-        row_starts = np.flatnonzero(gaps == num_before).tolist()
-    if any(trajectory.loss_mask[start] for start in row_starts):
-        raise ValueError(
-            f"A trajectory of prompt {trajectory.prompt.id!r} trains on its first token, which nothing predicts. Its "
-            "prompt needs at least one token, for example a start token."
-        )

@@ -530,8 +530,7 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The lowest weight version of the group's tokens; -1 without generated tokens."""
-        versions = (trajectory.oldest_version for trajectory in self.trajectories)
-        return min((version for version in versions if version >= 0), default=-1)
+        return min((oldest for item in self.trajectories if (oldest := item.oldest_version) >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:
         """Encodes the group as JSON for checkpoints: trajectories as base64, and their prompt only once."""

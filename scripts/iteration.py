@@ -6,6 +6,7 @@ the files in the order in which the iteration enters them, each with its lines a
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import threading
@@ -61,8 +62,10 @@ def report(entered: Collection[CodeType]) -> None:
 
 
 def main() -> None:
+    from lightrl.callbacks import progress
     from lightrl.commands.main import main as run
 
+    progress._SILENT_S = progress._SILENT_PHASE_S = math.inf  # a slow machine prints no additional lines
     tracer = Tracer()
     with tempfile.TemporaryDirectory() as folder:
         settings = {"max_steps": WARM + 1, "val_check_interval": 1000, "num_sanity_val_steps": 0}

@@ -187,40 +187,44 @@ class Probe:
         engine = trainer.rollout.engine
         assert engine is not None
         checks = engine.verified_by()
+        serving = set(checks)
+        metrics = {} if logprobs is None else self._compare_logprobs(trainer, module, logprobs, serving)
         verified = {name for name, check in checks.items() if check == "digests"}
-        serving, scored = set(checks), {}
-        if logprobs is not None:
-            try:
-                answers = engine.score(self._sequences(module))
-            except LightRLError as error:
-                raise WeightSyncError(f"The engine could not compute the probe's logprobs: {error}") from error
-            serving |= set(answers)
-            scored = {name: rows for name, rows in answers.items() if all(rows)}
-        metrics = {}
-        if scored and logprobs is not None:
-            self.rounding = self.rounding or rounding(trainer, module)
-            trainer_rows, engine_rows = as_rows(logprobs), {name: as_rows(rows) for name, rows in scored.items()}
-            differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
-            eps = max(self.rounding.trainer_eps, self.rounding.engine_eps)
-            bound = bound_nats(eps, float(trainer_rows.abs().mean()))
-            wrong = {
-                name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
-                f"{' and '.join(self.rounding.dtypes)}): the mean logprob of its tokens is "
-                f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the "
-                "engine"
-                for name, difference in differences.items()
-                if not difference <= bound
-            }
-            if wrong:
-                self._drop(engine, wrong, serving)
-            serving -= set(wrong)
-            scored = {name: rows for name, rows in scored.items() if name not in wrong}
-            self._dropped -= set(scored)
-            if scored:
-                metrics["sync/probe_abs_dlogp_nats"] = max(differences[name] for name in scored)
         if verified:
             metrics["sync/verified_fraction"] = len(verified & serving) / max(1, len(serving))
         return metrics
+
+    def _compare_logprobs(
+        self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]], serving: set[str]
+    ) -> dict[str, float]:
+        """Drops replicas whose logprobs differ from the trainer's; leaves in `serving` those that remain."""
+        engine: Any = trainer.rollout.engine
+        try:
+            answers = engine.score(self._sequences(module))
+        except LightRLError as error:
+            raise WeightSyncError(f"The engine could not compute the probe's logprobs: {error}") from error
+        serving |= set(answers)
+        engine_rows = {name: as_rows(rows) for name, rows in answers.items() if all(rows)}
+        if not engine_rows:
+            return {}
+        self.rounding = self.rounding or rounding(trainer, module)
+        trainer_rows = as_rows(logprobs)
+        differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
+        eps = max(self.rounding.trainer_eps, self.rounding.engine_eps)
+        bound = bound_nats(eps, float(trainer_rows.abs().mean()))
+        wrong = {
+            name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
+            f"{' and '.join(self.rounding.dtypes)}): the mean logprob of its tokens is "
+            f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the engine"
+            for name, difference in differences.items()
+            if not difference <= bound
+        }
+        if wrong:
+            self._drop(engine, wrong, serving)
+        serving -= set(wrong)
+        right = set(differences) - set(wrong)
+        self._dropped -= right
+        return {"sync/probe_abs_dlogp_nats": max(differences[name] for name in right)} if right else {}
 
     def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
         """Drops the wrong replicas if others remain; raises otherwise."""

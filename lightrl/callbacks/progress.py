@@ -122,13 +122,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
             self._show_metrics(trainer, pl_module)
         is_late = time.monotonic() - self._printed_s >= _SILENT_S
         if done % self.print_every_n_iterations == 0 or done == total or is_late:
-            self._printed_s = time.monotonic()
-            of_total = "" if total is None else f"/{total}"
-            start_s, num_before = self._begun
-            if total is not None and num_before < done < total and not self.has_bars:  # a bar shows the time left
-                left_s = (time.monotonic() - start_s) / (done - num_before) * (total - done)
-                of_total += f", {duration_text(left_s)} left"
-            self._print_line(f"iteration {done}{of_total}", _drop_redundant(self.get_metrics(trainer, pl_module)))
+            self._print_iteration(done, total, _drop_redundant(self.get_metrics(trainer, pl_module)))
         if self.has_bars and (done == total or (done % self.refresh_rate == 0 and self._is_due())):
             self._repaint()
 
@@ -214,6 +208,15 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         """Prints above the bars; without bars, like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
+    def _print_iteration(self, done: int, total: int | None, values: Mapping[str, object]) -> None:
+        self._printed_s = time.monotonic()
+        of_total = "" if total is None else f"/{total}"
+        start_s, num_before = self._begun
+        if total is not None and num_before < done < total and not self.has_bars:  # a bar shows the time left
+            left_s = (self._printed_s - start_s) / (done - num_before) * (total - done)
+            of_total += f", {duration_text(left_s)} left"
+        self._print_line(f"iteration {done}{of_total}", values)
+
     def _print_line(self, start: str, values: Mapping[str, object]) -> None:
         """Prints `start  name=value  name=value`, with as many values as fit."""
         max_chars = min(_LINE_CHARS, shutil.get_terminal_size().columns) if self.has_bars else _LINE_CHARS
@@ -235,14 +238,14 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
         """Shows a phase, without numbers if `done` is None; a new phase is shown at once, because it may take long."""
-        if not self._is_training or not self.is_enabled:
-            return
-        if not self.has_bars:
-            if time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
-                self._printed_s = time.monotonic()
-                counts = f": {done}/{total}" if total else ""
-                self._print_line(f"in iteration {self.train_progress_bar.n + 1}, {name}{counts}", {})
-            return
+        if self._is_training and self.has_bars:
+            self._draw_phase(name, done, total)
+        elif self._is_training and self.is_enabled and time.monotonic() - self._printed_s >= _SILENT_PHASE_S:
+            self._printed_s = time.monotonic()
+            counts = f": {done}/{total}" if total else ""
+            self._print_line(f"in iteration {self.train_progress_bar.n + 1}, {name}{counts}", {})
+
+    def _draw_phase(self, name: str, done: int | None, total: int | None) -> None:
         if self._phase_bar is None:
             self._phase = ""
             settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightrl.experience import Experience
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group, JsonObject, Trajectory
+    from lightrl.trajectory import Group, JsonObject
 
 log = logging.getLogger(__name__)
 
@@ -214,15 +214,16 @@ class MeansSince:
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """Returns the metrics of one iteration's rewards, by name; raises ValueError if there is no trajectory."""
-    groups = [group for group in groups if group.trajectories]
+    groups = list(groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
         raise ValueError("There are no trajectories: every group of this iteration was dropped.")
     named: defaultdict[str, list[float]] = defaultdict(list)
+    rewards: list[Any] = []  # numbers, because the rollout gives only trajectories with rewards
     for trajectory in trajectories:
+        rewards.append(trajectory.reward)
         for name, value in trajectory.metrics.items():
             named["accuracy_fraction" if name == "accuracy" else name].append(value)
-    rewards = [_reward(trajectory) for trajectory in trajectories]
     comparable = _comparable(groups)
     flat = {"rollout/zero_variance_fraction": statistics.fmean(map(_is_flat, comparable))} if comparable else {}
     return {
@@ -255,7 +256,7 @@ def experience_metrics(experience: Experience, weight_version: int) -> dict[str,
 def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     """Explains why no group of two or more has reward variance, and what to try."""
     groups = _comparable(groups)
-    rewards = [_reward(group.trajectories[0]) for group in groups]
+    rewards: list[Any] = [group.trajectories[0].reward for group in groups]
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     correct_fraction = statistics.fmean(trajectory.accuracy for trajectory in trajectories)
     cut_fraction = statistics.fmean(trajectory.finish_reason == "length" for trajectory in trajectories)
@@ -290,11 +291,6 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
 def _log(module: L.LightningModule, values: Mapping[str, float]) -> None:
     for name, value in values.items():
         module.log(name, value, prog_bar=name in SHORT_NAMES, on_step=True, on_epoch=False)
-
-
-def _reward(trajectory: Trajectory) -> float:
-    assert trajectory.reward is not None, "the rollout gives only trajectories with rewards"
-    return trajectory.reward
 
 
 def _comparable(groups: Iterable[Group]) -> list[Group]:

@@ -216,6 +216,7 @@ class Column:
 
     comes_with_reward: ClassVar[bool] = False  # set by the reward, possibly after the tokens have reached their ranks
     is_coded: ClassVar[bool] = False  # the values are codes of different lengths, which stay in host memory
+    required_if: ClassVar[str] = ""  # the property of Sampling for which an engine must return the column
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -255,9 +256,9 @@ class Column:
             "workflow or the reward."
         )
 
-    def requirement(self, sampling: Any) -> str | None:
-        """Returns why an engine must return this column with this Sampling; None if the engine need not."""
-        return None
+    def requirement(self, sampling: Any) -> str:
+        """Returns why an engine must return this column if Sampling has the property `required_if`."""
+        raise NotImplementedError(f"{type(self).__name__} has required_if but not requirement.")
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
         """Joins the values of a trajectory's parts, given as (values, number of tokens); None if no part has values."""

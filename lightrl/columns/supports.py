@@ -23,6 +23,7 @@ def support_ends(codes: Any) -> Any:
 @dataclass(frozen=True)
 class _Supports(Column):
     is_coded: ClassVar[bool] = True
+    required_if: ClassVar[str] = "is_truncated"
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
         num_coded = len(support_ends(values))
@@ -33,9 +34,7 @@ class _Supports(Column):
             "lightrl.columns.extended."
         )
 
-    def requirement(self, sampling: Any) -> str | None:
-        if not sampling.is_truncated:
-            return None
+    def requirement(self, sampling: Any) -> str:
         return (
             f"top_p={sampling.top_p:g} and top_k={sampling.top_k} truncate its sampling, so the trainer's logprobs "
             "would be wrong. Set top_p to 1 and top_k to -1, or return the supports (functional.encode_supports)"

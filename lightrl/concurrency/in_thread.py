@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from lightrl.concurrency.loop_thread import settle_all
 from lightrl.errors import RolloutError
 
+A = TypeVar("A")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -156,13 +157,13 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
 WARN_EVERY_S = 60.0
 
 
-def submit(function: Callable[[], T], *, name: str) -> Future[T]:
-    """Starts the function in a thread; the future receives its result or exception."""
+def submit(function: Callable[..., T], *args: object, name: str) -> Future[T]:
+    """Starts `function(*args)` in a thread; the future receives its result or exception."""
     future: Future[T] = Future()
 
     def work() -> None:
         try:
-            future.set_result(function())
+            future.set_result(function(*args))
         except BaseException as error:  # noqa: BLE001  # the waiting caller gets it
             future.set_exception(error)
 
@@ -186,17 +187,15 @@ def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
     return future.result()
 
 
-def side_by_side(functions: Sequence[Callable[[], T]], *, name: str) -> list[T]:
-    """Runs functions in parallel and returns their results in order; raises the first error once all have finished.
+def side_by_side(function: Callable[[A], T], arguments: Sequence[A], *, name: str) -> list[T]:
+    """Calls the function in parallel; returns the results in order, or raises the first error once all have finished.
 
     Args:
-        functions: at least one; all but the first run in threads of this name.
+        arguments: one for each call, at least one; all calls but the first run in threads of this name.
     """
-    first, *others = functions
-    futures = [submit(function, name=name) for function in others]
+    futures = [submit(function, argument, name=name) for argument in arguments[1:]]
     try:
-        result = first()
+        first = function(arguments[0])
     finally:
-        for future in futures:
-            future.exception()  # waits until it is done
-    return [result, *(future.result() for future in futures)]
+        wait(futures)
+    return [first, *(future.result() for future in futures)]

@@ -348,7 +348,9 @@ class PromptStream:
             raise IndexError(f"position must be >= 0, got {position}.")
         made = self._made.get(position, self)  # atomic: `prepare` may remove it in its thread
         made = self.prompts.many([position])[0] if isinstance(made, PromptStream) else made
-        return without_errors([made])[0]
+        if isinstance(made, ValueError):
+            raise made
+        return made
 
     def is_prepared(self, position: int) -> bool:
         return position in self._made

@@ -20,9 +20,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return remember(source.to(device, non_blocking=True), source)
 
 
-def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+def on_device(values: Any, device: torch.device) -> Tensor:
     """Copies numbers from the host into a tensor on the device, without waiting for the copy."""
-    return to_device(torch.tensor(values, dtype=dtype), device)
+    return to_device(torch.tensor(values), device)
 
 
 def on_host(tensor: Tensor) -> Tensor:

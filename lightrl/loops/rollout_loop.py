@@ -153,7 +153,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the current phase, or the last one
-        self.sizes = ""  # how many trajectories and tokens this iteration has, for an error message
+        self.lengths = torch.zeros(0, dtype=torch.int64)  # tokens of each trajectory, for an error message
 
     @property
     def ranks(self) -> Ranks:
@@ -208,14 +208,20 @@ class RolloutLoop(_AutomaticOptimization):
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
         """Returns the iteration's Experience with model call outputs, rewards and advantages."""
-        rollout = self.trainer.rollout
+        if self.trainer.rollout.settings.defers_rewards:
+            return self._score_before_rewards(module, groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
             experience = self._make_experience(module, trajectories)
-            if not rollout.settings.defers_rewards:
-                return self._run_calls(module, experience, trajectories, left_out=set())
-            graph = module.data_flow()
-            scored = graph.before_rewards()
+            return self._run_calls(module, experience, trajectories, left_out=set())
+
+    def _score_before_rewards(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
+        """Runs the calls that need no rewards while the last rewards are pending, then all others."""
+        rollout, graph = self.trainer.rollout, module.data_flow()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        scored = graph.before_rewards()
+        with self._phase("score"):
+            experience = self._make_experience(module, trajectories)
             later = {call.name for call in graph.calls} - scored
             experience = self._run_calls(module, experience, trajectories, left_out=later)
         with self._phase("rewards"):
@@ -237,8 +243,7 @@ class RolloutLoop(_AutomaticOptimization):
             has_rewards = not rollout.settings.defers_rewards
             experience = ShardedExperience.from_trajectories(trajectories, has_rewards=has_rewards)
             has_all = range(self.ranks.size)
-        longest = int(experience.lengths.max()) if len(experience) else 0
-        self.sizes = f", with {count_text(len(experience), 'trajectory')} of at most {count_text(longest, 'token')}"
+        self.lengths = experience.rows["lengths"]
         experience = shard(experience, module, self.ranks, seed=self._minibatch_seed, has_all=has_all)
         return share_tables(experience, trajectories, module, has_all=has_all)
 
@@ -430,8 +435,10 @@ class RolloutLoop(_AutomaticOptimization):
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
         other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."
         text = " ".join(str(error).split()).partition(" If reserved but")[0]
+        num, longest = len(self.lengths), max(self.lengths.tolist(), default=0)
+        sizes = f", with {count_text(num, 'trajectory')} of at most {count_text(longest, 'token')}" if num else ""
         return TrainingError(
-            f"Rank {self.trainer.global_rank} ran out of GPU memory in {self.phase!r}{self.sizes}. "
+            f"Rank {self.trainer.global_rank} ran out of GPU memory in {self.phase!r}{sizes}. "
             f"{_ADVICE.get(self.phase, other)} {self.trainer.memory_estimate} Torch says: {text}"
         )
 

@@ -153,7 +153,8 @@ class RolloutStage:
         graph = module.data_flow(from_file=recorded is not None)  # raises if the calls do not form a valid graph
         module.parallel_models = _parallel_models(trainer, module)
         self._precision = trainer.precision_plugin
-        trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
+        if type(self._precision).convert_input is not Precision.convert_input:
+            trainer.strategy.precision_plugin = subclassed(self._precision, LeavesBatches)
         if recorded is None:
             trainer.open_rollout = self._open_live(module, graph, is_fit)
         else:

@@ -186,30 +186,34 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
 
 
 def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Calls the module's `advantages`, with the reward model's scores added to the rewards.
-
-    Raises:
-        ValueError: if all scores are 0, which shows an untrained head; a model on the meta device cannot show it.
-    """
-    changes: _Outputs = {}
-    if "reward_model_scores" in experience.rows:
-        scores = experience["reward_model_scores"]
-        if not scores.any():
-            raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
-        added = module.reward_model_coef * scores
-        changes["rewards"] = experience.rewards + added
-        if "token_rewards" in experience.tokens:
-            rows = experience.rows_here
-            part: Any = experience.dense(rows)
-            rewards = part.token_rewards + on_last_loss_token(added[rows], part.loss_mask)
-            changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, rows)
-        experience = experience.with_tensors(changes)
+    """Calls the module's `advantages`, with the reward model's scores added to the rewards."""
+    changes = _scored_rewards(module, experience) if "reward_model_scores" in experience.rows else {}
+    experience = experience.with_tensors(changes)
     if experience.ranks.size > 1 and module.advantage_inputs:
         experience = gather(experience, module.advantage_inputs)
     result = module.advantages(experience.shown)
     tensors = result if isinstance(result, Mapping) else {"advantages": result}
     is_whole = experience.ranks.size == 1 or bool(module.advantage_inputs)
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}
+
+
+def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
+    """Adds the reward model's scores to the rewards.
+
+    Raises:
+        ValueError: if all scores are 0, which shows an untrained head; a model on the meta device cannot show it.
+    """
+    scores = experience["reward_model_scores"]
+    if not scores.any():
+        raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
+    added = module.reward_model_coef * scores
+    changes: _Outputs = {"rewards": experience.rewards + added}
+    if "token_rewards" in experience.tokens:
+        rows = experience.rows_here
+        part: Any = experience.dense(rows)
+        rewards = part.token_rewards + on_last_loss_token(added[rows], part.loss_mask)
+        changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, rows)
+    return changes
 
 
 def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:

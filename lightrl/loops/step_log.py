@@ -38,7 +38,10 @@ class StepLog(_LoggerConnector):
 
     def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         """Keeps a number for this training batch. Returns False if Lightning must log it, as for an epoch's mean."""
-        if not self._is_in_batch or not _is_plain(settings):
+        given = {name for name, value in settings.items() if value not in (None, False, "mean")}
+        is_logged = settings.get("on_step") is not False and settings.get("logger") is not False
+        is_plain = is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
+        if not self._is_in_batch or not is_plain:  # other settings ask for more than the value at this step
             return False
         self._numbers[name] = float(value)
         self._tensors = {}
@@ -94,16 +97,8 @@ class StepLog(_LoggerConnector):
         try:
             super().log_metrics(writable, step)
         except OSError as error:
-            owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-            logger = next((owner for owner in owners if isinstance(owner, CSVLogger)), None)
-            if logger is None:
-                raise
-            logger.experiment.metrics = []  # otherwise finalizing the logger would fail again
-            place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
-            raise OSError(
-                f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set "
-                "a different default_root_dir or save_dir of the logger."
-            ) from cause_to_show(error)
+            _name_file(error)
+            raise
 
     def reset_results(self) -> None:
         super().reset_results()
@@ -144,11 +139,16 @@ def keep_rows(loggers: Iterable[Logger]) -> None:
             writer.metrics_keys = next(csv.reader(file), [])
 
 
-def _is_plain(settings: Mapping[str, object]) -> bool:
-    """Whether these arguments of `log` only ask for the value at this step."""
-    given = {name for name, value in settings.items() if value not in (None, False, "mean")}
-    is_logged = settings.get("on_step") is not False and settings.get("logger") is not False
-    return is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
+def _name_file(error: OSError) -> None:
+    """Raises an OSError that names the file, if CSVLogger raised this one."""
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for logger in [owner for owner in owners if isinstance(owner, CSVLogger)]:
+        logger.experiment.metrics = []  # otherwise finalizing the logger would fail again
+        place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
+        raise OSError(
+            f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set a "
+            "different default_root_dir or save_dir of the logger."
+        ) from cause_to_show(error)
 
 
 def _updated(metrics: dict[str, _T], values: dict[str, _T]) -> dict[str, _T]:

@@ -95,15 +95,6 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
     return dict(zip(metrics, torch.stack([torch.stack(numbers), torch.stack(sums)], 1).unbind(), strict=True))
 
 
-def join_parts(name: str, first: Tensor, second: Tensor) -> Tensor:
-    """Joins two parts of one metric: keeps the larger or smaller bound, or adds the sums; always adds the weights."""
-    reduction = reduction_of(name)
-    if reduction in ("mean", "sum"):
-        return first + second
-    choose = torch.maximum if reduction == "max" else torch.minimum
-    return torch.stack([choose(first[0], second[0]), first[1] + second[1]])
-
-
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns each metric's value from its complete part; omits metrics whose weights are all 0."""
     values: dict[str, float] = {}
@@ -136,9 +127,16 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Joins these parts of metrics into `whole`, in place."""
+    """Joins parts into `whole`, in place: keeps the larger or smaller bound, or adds sums; always adds the weights."""
     for name, part in parts.items():
-        whole[name] = join_parts(name, whole[name], part) if name in whole else part
+        before, reduction = whole.get(name), reduction_of(name)
+        if before is None:
+            whole[name] = part
+        elif reduction in ("mean", "sum"):
+            whole[name] = before + part
+        else:
+            choose = torch.maximum if reduction == "max" else torch.minimum
+            whole[name] = torch.stack([choose(before[0], part[0]), before[1] + part[1]])
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
@@ -241,17 +239,7 @@ class MinibatchLoss:
         except MisconfigurationException as error:
             raise ValueError(f"{name} must not call self.log. Return the metric by name, next to 'loss'.") from error
         except (AttributeError, TypeError) as error:
-            missing = FIELDS - experience.tensors().keys()
-            if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
-                wrong = str(error.name)
-                similar = difflib.get_close_matches(wrong, FIELDS, 1)
-                fix = " or ".join(similar or sorted(experience.tensors()))
-                raise AttributeError(f"{name} reads experience.{wrong}, which does not exist. Use {fix}.") from error
-            if "NoneType" in str(error) and "proximal_logprobs" in missing:
-                raise ValueError(
-                    f"{name} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
-                    "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
-                ) from error
+            _explain(error, name, experience)
             raise
         if not isinstance(result, Mapping):
             raise TypeError(
@@ -351,6 +339,20 @@ def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
         )
 
 
+def _explain(error: AttributeError | TypeError, name: str, experience: Experience) -> None:
+    """Raises an error that says how to fix a loss that reads a field which does not exist or is not set."""
+    missing = FIELDS - experience.tensors().keys()
+    if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
+        wrong = str(error.name)
+        fix = " or ".join(difflib.get_close_matches(wrong, FIELDS, 1) or sorted(experience.tensors()))
+        raise AttributeError(f"{name} reads experience.{wrong}, which does not exist. Use {fix}.") from error
+    if "NoneType" in str(error) and "proximal_logprobs" in missing:
+        raise ValueError(
+            f"{name} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
+            "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
+        ) from error
+
+
 class GradientGuard:
     """Skips an update whose gradients are not finite, counts it, and ends the run after too many in a row."""
 
@@ -369,10 +371,14 @@ class GradientGuard:
         norm = (ranks or Ranks()).total_norm(gradients)
         if math.isfinite(norm):
             self.num_in_a_row = 0
-            return norm
-        zero_grad()
-        for parameter in parameters:  # zeros would still move Adam's moments and decay the weights
-            parameter.grad = None
+        else:
+            zero_grad()
+            for parameter in parameters:  # zeros would still move Adam's moments and decay the weights
+                parameter.grad = None
+            self._count_skipped(norm, max_in_a_row)
+        return norm
+
+    def _count_skipped(self, norm: float, max_in_a_row: int) -> None:
         self.num_skipped += 1
         self.num_in_a_row += 1
         log.warning("Skipping an update (%d so far): its gradient norm is %s.", self.num_skipped, norm)
@@ -382,4 +388,3 @@ class GradientGuard:
                 f"(max_skipped_updates={max_in_a_row}). Lower the learning rate, clip gradients, or check your loss "
                 "for inf and nan."
             )
-        return norm

@@ -14,7 +14,7 @@ import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,11 +105,11 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
     return tensors
 
 
-def exported_tensors(model: PreTrainedModel, names: Names, name: str, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors to export for `name`, a key of `Tuning.sources`, made from its whole source tensors."""
+def as_in_checkpoint(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a checkpoint, made from those of `whole_parameters`; added weights stay as they are."""
     tuning = tuning_of(model)
-    tensor = tuning.merge(model, name, sources)
-    return {name: tensor} if names == "module" or tuning.adds(name) else checkpoint_tensors(model, name, tensor)
+    for name, tensor in pairs:
+        yield from ({name: tensor} if tuning.adds(name) else checkpoint_tensors(model, name, tensor)).items()
 
 
 class _Slice:

@@ -118,8 +118,8 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def whole_parameters(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters with their Hugging Face names; the added weights are merged."""
+def whole_parameters(model: torch.nn.Module, part: Part = "whole") -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters of a part with their Hugging Face names; in "whole", the added weights are merged."""
     tuning, held = tuning_of(model), held_tensors(model)
-    for name, sources in tuning.sources(model).items():
+    for name, sources in tuning.sources(model, part).items():
         yield name, tuning.merge(model, name, [held[source] for source in sources])

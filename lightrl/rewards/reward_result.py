@@ -231,12 +231,16 @@ def label(trajectory: Trajectory) -> str:
 def _number(value: object, what: str, trajectory: Trajectory, largest: float = _LARGEST_REWARD) -> float:
     if type(value) in (float, int, bool) and abs(value) <= largest:  # type: ignore[arg-type]  # the fast, usual case
         return float(value)  # type: ignore[arg-type]
+    return _checked_number(value, what, trajectory, largest)
+
+
+def _checked_number(value: Any, what: str, trajectory: Trajectory, largest: float) -> float:
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
     if not hasattr(type(value), "__float__") or (isinstance(value, Complex) and not isinstance(value, Real)):
         raise _invalid(f"{problem} {shown}.")
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except OverflowError:
         number = math.inf
     except (TypeError, ValueError) as error:  # an array of several numbers

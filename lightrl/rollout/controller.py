@@ -201,7 +201,11 @@ class RolloutController:
     def progress(self) -> dict[str, float]:
         """Returns queue depths, stragglers, and sums over chosen and skipped prompts, for messages and metrics."""
         return {
-            **self._depths(),
+            "running_groups": len(self._scheduler.running),
+            "finished_groups": len(self._scheduler.finished),
+            "consumed_groups": self._scheduler.num_consumed,
+            "next_position": self._cursor.next_position,
+            "weight_version": self.weight_version,
             "skipped_prompts": self._cursor.num_skipped,
             "stragglers": self._stragglers.num,
             "straggler_wait_s": self._stragglers.waited_s,
@@ -286,15 +290,6 @@ class RolloutController:
                 prompts.fingerprint,
             )
 
-    def _depths(self) -> dict[str, int]:
-        return {
-            "running_groups": len(self._scheduler.running),
-            "finished_groups": len(self._scheduler.finished),
-            "consumed_groups": self._scheduler.num_consumed,
-            "next_position": self._cursor.next_position,
-            "weight_version": self.weight_version,
-        }
-
     def _wait_for(self, coroutine: Coroutine[object, None, _T], wait: Wait, on_wait: OnWait | None) -> _T:
         """Returns the coroutine's result, or raises at the deadline; any error raised here cancels the coroutine."""
 
@@ -303,8 +298,8 @@ class RolloutController:
                 raise RolloutError(
                     f"{wait.who} waited for {wait.for_what}, but no trajectory finished for "
                     f"rollout_timeout_s={self.settings.rollout_timeout_s:g}; {wait.done} of "
-                    f"{count_text(wait.total, 'trajectory')} finished. Queue depths: {self._depths()}. Check the "
-                    "engine and the reward, or increase StalenessControl.rollout_timeout_s."
+                    f"{count_text(wait.total, 'trajectory')} finished. Progress: {self.progress()}. Check the engine "
+                    "and the reward, or increase StalenessControl.rollout_timeout_s."
                 )
             if on_wait is not None:
                 on_wait(min(wait.done, wait.total), wait.total)
@@ -380,7 +375,9 @@ class RolloutController:
             for _ in range(self._scheduler.plan(version)):
                 self._scheduler.queue(self._cursor.choose(self.run_seed))
             for position in self._scheduler.startable(version):
-                running = self._scheduler.start(position, self._cursor.read(position), version)
+                prompt = self._cursor.at(position)
+                assert prompt is not None  # it was chosen
+                running = self._scheduler.start(position, prompt, version)
                 self._runner.in_flight.open(running.seed_name)
                 run = self._run_group(
                     running.group,

@@ -389,16 +389,19 @@ class GroupScheduler:
             return False
         group = running.group
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
-        is_incomplete = len(group.trajectories) < self.settings.group_size
-        num_resamples = self._num_resamples.get(group.id, 0)
-        if is_incomplete and self.settings.incomplete_groups == "resample" and num_resamples < MAX_RESAMPLES:
-            self._drop(group.id, "incomplete", f"Group {group.id} lost a trajectory and is sampled again.")
-            self._num_resamples[group.id] = num_resamples + 1
-            if self.settings.max_staleness == 0:
-                self._again.append(group.id)
-            else:
-                self.queue(group.id)
+        return len(group.trajectories) == self.settings.group_size or not self._resample(group.id)
+
+    def _resample(self, group_id: int) -> bool:
+        """Samples an incomplete group again; returns False if the settings forbid it, or it was sampled too often."""
+        num_resamples = self._num_resamples.get(group_id, 0)
+        if self.settings.incomplete_groups != "resample" or num_resamples >= MAX_RESAMPLES:
             return False
+        self._drop(group_id, "incomplete", f"Group {group_id} lost a trajectory and is sampled again.")
+        self._num_resamples[group_id] = num_resamples + 1
+        if self.settings.max_staleness == 0:
+            self._again.append(group_id)
+        else:
+            self.queue(group_id)
         return True
 
     def settle(self, group: Group) -> None:

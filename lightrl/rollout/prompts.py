@@ -91,11 +91,11 @@ class PromptCursor:
     # Position → prompt id and success rate, not yet given to the curriculum.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
-    def read(self, position: int) -> Prompt:
-        """Returns the prompt at a chosen position; raises RolloutError if the stream raises."""
-        prompt = self._at(position)
-        assert prompt is not None
-        return prompt
+    def at(self, position: int) -> Prompt | None:
+        """Returns the prompt at a position; raises RolloutError if the stream raises."""
+        assert self.prompts is not None
+        with named_user_code(f"Prompt {position} of the stream"):
+            return self.prompts[position]
 
     def choose(self, run_seed: int) -> int:
         """Returns the next position to run and moves the cursor past it.
@@ -108,7 +108,7 @@ class PromptCursor:
                 self.curriculum.observe(prompt_id, success_rate)
         rate_of = getattr(self.curriculum, "success_rate", None)
         for position in range(self.next_position, self.next_position + MAX_SKIPPED):
-            prompt = self._at(position)
+            prompt = self.at(position)
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
             if prompt is not None and rate_of is not None:
                 rate, kind = rate_of(prompt.id), "played" if is_chosen else "skipped"
@@ -132,17 +132,16 @@ class PromptCursor:
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
         """Returns the first unprepared position of these and the next `num` choices, if any; raises like `choose`."""
         prompts = self.prompts
-        if prompts is None:
-            return None
-        missing = next((position for position in positions if not prompts.is_prepared(position)), None)
-        if missing is not None:
-            return missing
+        assert prompts is not None
+        for position in positions:
+            if not prompts.is_prepared(position):
+                return position
         for position in range(self.next_position, self.next_position + MAX_PREPARED):
             if num <= 0:
                 return None
             if not prompts.is_prepared(position):
                 return position
-            prompt = self._at(position)
+            prompt = self.at(position)
             num -= prompt is not None and self._is_chosen(run_seed, position, prompt)
         return None
 
@@ -163,11 +162,6 @@ class PromptCursor:
             return
         self.curriculum.load_state_dict(state["state"])
         self._observations = {position: (name, rate) for position, name, rate in state["observations"]}
-
-    def _at(self, position: int) -> Prompt | None:
-        assert self.prompts is not None
-        with named_user_code(f"Prompt {position} of the stream"):
-            return self.prompts[position]
 
     def _is_chosen(self, run_seed: int, position: int, prompt: Prompt) -> bool:
         if self.curriculum is None:

@@ -269,8 +269,9 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
             "one of each."
         )
     for column in registered():
-        reason = column.requirement(sampling) if completion.token_ids else None
-        if reason is not None and column.name not in completion.columns:
+        is_required = column.required_if and getattr(sampling, column.required_if) and completion.token_ids
+        if is_required and column.name not in completion.columns:
+            reason = column.requirement(sampling)
             raise EngineError(f"The engine returned no {column.name}, but {reason} in Completion.columns.")
     if completion.finish_reason == "abort":
         raise RolloutError(f"The engine aborted turn {turn} of prompt {prompt.id!r}.")

@@ -220,8 +220,7 @@ class WorkflowPool:
                 worker = await self._wait_until_ready(name, child, end)
                 num_lost = 0 if worker is None else await self._serve(worker)
             finally:
-                code = await _end(child)
-            ending = ending_of(code)
+                ending = ending_of(await _end(child))
             num_early_deaths = 0 if worker is not None and worker.num_done else num_early_deaths + 1
             if num_early_deaths == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(

@@ -36,10 +36,10 @@ from lightrl.models import (
     scalar_head,
     vision_kind,
 )
-from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.routes import NOT_COMPILED, Routes
-from lightrl.models.tuning import Part, held_tensors, tuning_of
+from lightrl.models.tuning import Part, whole_parameters
 from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
@@ -153,32 +153,23 @@ class SingleModel:
             if halves is None:
                 backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
             else:
+                modules = torch.nn.ModuleList(item for item in (self.model, self.value_head) if item is not None)
                 forward_backward_halves(
                     halves,
                     lambda half: self._outputs(half, teacher_candidates(half)),
                     loss_fn,
                     backward,
-                    self._trained_parameters(),
+                    [parameter for parameter in modules.parameters() if parameter.requires_grad],
                 )
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
         return self._outputs(microbatch, topk)
 
-    def _trained_parameters(self) -> list[Tensor]:
-        """Returns each trained parameter once, including the parameters of a critic's head."""
-        heads = () if self.value_head is None else self.value_head.parameters()
-        parameters = {id(parameter): parameter for parameter in (*self.model.parameters(), *heads)}
-        return [parameter for parameter in parameters.values() if parameter.requires_grad]
-
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False
     ) -> Iterator[Bucket]:
-        held = held_tensors(self.model)
-        exported = (
-            exported_tensors(self.model, names, name, [held[source] for source in sources])
-            for name, sources in tuning_of(self.model).sources(self.model, part).items()
-        )
-        return bucketed((pair for tensors in exported for pair in tensors.items()), bucket_bytes)
+        parameters = whole_parameters(self.model, part)
+        return bucketed(parameters if names == "module" else as_in_checkpoint(self.model, parameters), bucket_bytes)
 
     def move_to(self, device: torch.device) -> None:
         source = self.model.device

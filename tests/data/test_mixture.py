@@ -10,6 +10,7 @@ from data_cases import set_up, write_rows
 
 from lightrl.data import DataSource, MixtureOrder, PromptDataModule
 from lightrl.rollout.prompts import PromptCursor
+from lightrl.trajectory import Prompt
 
 
 def made_rows(split: str, num: int = 5, word: str = "made") -> list[dict]:
@@ -65,16 +66,17 @@ def test_the_position_is_all_there_is_to_resume_at_whatever_the_number_of_ranks(
     """Rank 0 owns the prompts: its cursor is the same state for 1, 2 or 8 ranks, and goes on where it stood."""
     train = [source(6, weight=3), DataSource("test_mixture.made_rows", label="few")]
     straight = PromptCursor(make_data(plain_tokenizer, train).prompt_stream)
-    expected = [straight.read(straight.choose(0)).id for _ in range(60)]
-    played: list[str] = []
+    expected = [straight.at(straight.choose(0)) for _ in range(60)]
+    played: list[Prompt | None] = []
     position = 0
     for world_size, until in ((1, 13), (8, 30), (2, 60)):
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
         monkeypatch.setenv("RANK", "0")
         cursor = PromptCursor(make_data(plain_tokenizer, train).prompt_stream)
         cursor.next_position = position
-        played += [cursor.read(cursor.choose(0)).id for _ in range(until - position)]
+        played += [cursor.at(cursor.choose(0)) for _ in range(until - position)]
         position = cursor.next_position
+    assert None not in expected
     assert played == expected
 
 

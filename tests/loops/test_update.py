@@ -27,7 +27,6 @@ from lightrl.loops.update import (
     GradientGuard,
     MinibatchLoss,
     add_parts,
-    join_parts,
     over_ranks,
     parts_of,
     reduction_of,
@@ -560,14 +559,12 @@ def test_metrics_do_not_depend_on_how_many_microbatches_minibatches_or_ranks_the
     name: str, cuts: list[int]
 ) -> None:
     parts, expected = cut_metrics(name, cuts)
-    microbatches, minibatches = parts[0], dict[str, Tensor]()
-    for part in parts[1:]:
-        microbatches = join_parts(name, microbatches, part)
+    minibatches = dict[str, Tensor]()
     for part in parts:
         add_parts(minibatches, {name: part})
     by_rank = on_ranks(*({name: part} for part in parts))
     assert len(by_rank) == len(cuts)
-    for found in (values_of({name: microbatches}), values_of(minibatches), *by_rank):
+    for found in (values_of(minibatches), *by_rank):
         assert found == pytest.approx({name: expected}, rel=1e-5)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.families import TOKENIZER, family_spec, make_folder
 from lightrl.models import LoRA, ModelSpec, Role, conversion
-from lightrl.models.conversion import SEMI_PRIVATE, checkpoint_tensors, exported_tensors, load_parts, semi_private
+from lightrl.models.conversion import SEMI_PRIVATE, as_in_checkpoint, checkpoint_tensors, load_parts, semi_private
 from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies.empty_model import empty_model, give_memory
 
@@ -79,9 +79,7 @@ def test_merged_adapters_leave_under_the_names_of_the_checkpoint_each_time(tmp_p
     plain.save_pretrained(tmp_path)
     expected = saved(tmp_path)
     for _ in range(2):
-        sent = {}
-        for name, sources in lora.sources(model).items():
-            sent |= exported_tensors(model, "checkpoint", name, [held[source] for source in sources])
+        sent = dict(as_in_checkpoint(model, whole_parameters(model)))
         assert sent.keys() == expected.keys()
         assert all(torch.equal(sent[name], expected[name]) for name in sent)
 

@@ -313,7 +313,7 @@ class RunningBatch:
         self._add_recorded(rows, sequence_indices)
         lengths = [len(part.token_ids) for part in starts]
         self._fill_rows(rows, lengths)
-        self._fill(self._current, first, [part.token_ids[-1] for part in starts])
+        self._current[first : self.size] = on_device([part.token_ids[-1] for part in starts], self.device)
         for slot, (row, part) in enumerate(zip(rows, starts, strict=True), start=first):
             length = len(part.token_ids)
             self._token_ids[slot, :length] = part.token_ids
@@ -418,9 +418,9 @@ class RunningBatch:
         self._lengths[new] = generated
         self._limits[new] = [row.sampling.max_new_tokens for row in rows]
         self._minimums[new] = [row.sampling.min_new_tokens for row in rows]
-        self._fill(self._positions, first, (self._prompt_lengths + self._lengths)[new] - 1)
-        self._fill(self._generated, first, generated)
-        self._fill(self._seeds, first, [row.sampling.seed for row in rows])
+        self._positions[new] = on_device((self._prompt_lengths + self._lengths)[new] - 1, self.device)
+        self._generated[new] = on_device(generated, self.device)
+        self._seeds[new] = on_device([row.sampling.seed for row in rows], self.device)
         self._widen(max(generated) + 1)
         self._uniforms[new] = uniforms(self._seeds[new], 0, self._uniforms.shape[1])
         slots_by_settings: dict[object, list[int]] = {}  # few different settings, even with hundreds of rows
@@ -443,9 +443,6 @@ class RunningBatch:
             self._has_temperature |= sampling.temperature not in (0, 1)
             self._has_truncation |= is_truncated
             self._has_greedy |= is_greedy
-
-    def _fill(self, tensor: Tensor, first: int, values: Any) -> None:
-        tensor[first : first + len(values)] = on_device(values, self.device, tensor.dtype)
 
     def _widen(self, num_tokens: int) -> None:
         """Grows W to at least `num_tokens`."""

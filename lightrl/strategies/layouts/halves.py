@@ -21,6 +21,7 @@ from lightrl.models import Backward, LossFunction, Outputs
 SMALL_MODEL_PARAMETERS = 10_000_000
 MIN_TOKENS = 2048
 
+_Half = TypeVar("_Half")
 _T = TypeVar("_T")
 
 
@@ -68,7 +69,7 @@ def forward_backward_halves(
         outputs_of: the forward pass; called in two threads concurrently.
         parameters: the parameters that get gradients.
     """
-    outputs = _side_by_side(*(lambda half=half: outputs_of(half) for half in halves))
+    outputs = _on_half_the_cores(outputs_of, halves)
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -89,22 +90,22 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        first, second = ctx.losses
+        losses = ctx.losses
         del ctx.losses
-        _side_by_side(lambda: first.backward(gradient), lambda: second.backward(gradient))
+        _on_half_the_cores(lambda loss: loss.backward(gradient), losses)
         return None, None
 
 
-def _side_by_side(first: Callable[[], _T], second: Callable[[], _T]) -> list[_T]:
-    """Runs both functions concurrently, each on half of the cores; returns their results."""
+def _on_half_the_cores(function: Callable[[_Half], _T], halves: Sequence[_Half]) -> list[_T]:
+    """Runs the function on both halves concurrently, each on half of the cores; returns the results."""
     num_threads = torch.get_num_threads()
 
-    def run(function: Callable[[], _T]) -> _T:
+    def run(half: _Half) -> _T:
         torch.set_num_threads(max(1, num_threads // 2))
         with torch.enable_grad():
-            return function()
+            return function(half)
 
     try:
-        return side_by_side([lambda: run(first), lambda: run(second)], name="lightrl-half")
+        return side_by_side(run, halves, name="lightrl-half")
     finally:
         torch.set_num_threads(num_threads)

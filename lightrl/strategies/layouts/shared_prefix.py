@@ -196,22 +196,25 @@ def shared_hidden(
         layer_input: makes the model's arguments from trajectories [R] and tokens [R, T] that begin with their prompts,
             which may contain images.
     """
-    device, cached = token_ids.device, cache_argument(model.base_model)
+    device = token_ids.device
     cache: DynamicCache | None = None
     for rows, following in pairwise([*plan, []]):
         tokens = _Tokens.of(rows, on_host(token_ids))
         inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
+        used: DynamicCache | None = None  # the cache that this forward reads or fills
         if rows[0].stored is not None:
             stored = to_device(torch.tensor([row.stored for row in rows]), device)
-            inputs[cached] = repeated_cache(model, cache, stored)
+            used = repeated_cache(model, cache, stored)
         else:
             inputs = layer_input(to_device(torch.tensor([row.members[0] for row in rows]), device), inputs["input_ids"])
             if following and following[0].stored is not None:
-                inputs[cached] = cache = new_cache(model)
+                used = cache = new_cache(model)
+        if used is not None:
+            inputs[cache_argument(model.base_model)] = used
         if any(row.needs_mask for row in rows):
             inputs["position_ids"] = to_device(tokens.positions, device)
             inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
-        hidden = model.base_model(**inputs, use_cache=cached in inputs).last_hidden_state
+        hidden = model.base_model(**inputs, use_cache=used is not None).last_hidden_state
         indices = tokens.flat_indices[predicting]
         trajectories, columns, indices = (to_device(values[indices >= 0], device) for values in (*predicting, indices))
         yield trajectories, columns, hidden.flatten(0, 1)[indices]

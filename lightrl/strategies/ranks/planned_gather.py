@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightrl.models.conversion import Names, exported_tensors
+from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.ranks.processes import local
 from lightrl.weights import Bucket
@@ -258,10 +258,9 @@ class PlannedGather:
             work.wait()
         for part, place in unpacked:
             place.copy_(part)
-        tensors: dict[str, Tensor] = {}
-        for name in owned:
-            tensors.update(exported_tensors(self._model, names, name, [whole[source] for source in sources[name]]))
-        return tensors
+        tuning = tuning_of(self._model)
+        pairs = ((name, tuning.merge(self._model, name, [whole[source] for source in sources[name]])) for name in owned)
+        return dict(pairs if names == "module" else as_in_checkpoint(self._model, pairs))
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
         """Allocates the whole parameter and fills in this rank's part; returns the held parameter if it is whole."""

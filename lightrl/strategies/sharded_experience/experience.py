@@ -21,6 +21,7 @@ from lightrl.experience import (
     Experience,
     LossUnit,
     Reduction,
+    check_trajectories,
     fields_of,
     is_index,
     is_on_host,
@@ -47,6 +48,7 @@ _REPEATED = "_repeated_tokens"  # also such a value, but present only if rows ha
 Values = np.ndarray[Any, np.dtype[Any]]
 
 
+@dataclass(eq=False)
 class TokenRows:
     """A per-token field on the host: for each row, an array [tokens of the row, ...], or None if the row is elsewhere.
 
@@ -55,9 +57,8 @@ class TokenRows:
         empty: an array [0, ...], which gives the dtype and shape of one token's value.
     """
 
-    def __init__(self, rows: Sequence[Any], empty: Values) -> None:
-        self.rows = rows
-        self.empty = empty
+    rows: Sequence[Any]
+    empty: Values
 
     @classmethod
     def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
@@ -191,6 +192,7 @@ class ShardedExperience:
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
         """Returns a copy with the rewards of these trajectories, one for each row, in order."""
+        check_trajectories(trajectories)  # again, because the reward may have set rewards per token
         rewards, rows = reward_fields(trajectories)
         return self.with_tensors({"rewards": rewards, **{name: TokenRows.of_rows(rows[name]) for name in rows}})
 
@@ -267,13 +269,8 @@ class ShardedExperience:
         """The rows whose tokens are on this rank."""
         return self.tokens["loss_mask"].here
 
-    @property
-    def width(self) -> int:
-        """T, the number of tokens of the longest row."""
-        return int(self.lengths.max()) if len(self) else 0
-
     def units(self, unit: LossUnit) -> list[list[int]]:
-        return units_of(self.group_ids.tolist(), unit)
+        return units_of(self.rows["group_ids"].tolist(), unit)
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
         return self.ranks.total(values, operation)
@@ -361,10 +358,12 @@ class ShardedExperience:
         Raises:
             ValueError: if the tokens of any row are on a different rank.
         """
-        is_token = torch.arange(max(1, self.width), device=device) < to_device(self.lengths, device)[:, None]
+        lengths = self.rows["lengths"]
+        width = max([1, *lengths.tolist()])  # T
+        is_token = torch.arange(width, device=device) < to_device(lengths, device)[:, None]
         padded: dict[str, Tensor] = {}
         for name in names:
-            tokens = self.tokens[name]
+            tokens, column = self.tokens[name], column_of(name)
             if not tokens.is_whole:
                 raise ValueError(
                     f"{name!r} is per token, and this rank has the tokens of {len(tokens.here)} of these {len(self)} "
@@ -372,13 +371,13 @@ class ShardedExperience:
                     f"sum with experience.total. Or have it gathered: add {name!r} to the module's advantage_inputs "
                     "(for `advantages`) or to the inputs of the model call."
                 )
-            if is_on_host(name):
+            if column is not None and column.is_coded:
                 padded |= row_tensors(name, tokens.rows)
                 continue
             flat = to_device(torch.from_numpy(tokens.flat()), device)
-            flat = flat.long() if _kept_dtype(name) == torch.int32 else flat
-            fill = flat.new_full((*is_token.shape, *flat.shape[1:]), _fill(name))
-            padded[name] = fill.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
+            flat = flat.long() if column is not None and column.dtype == "int32" else flat
+            filled = flat.new_full((*is_token.shape, *flat.shape[1:]), 0 if column is None else column.fill)
+            padded[name] = filled.masked_scatter_(is_token[(...,) + (None,) * (flat.dim() - 1)], flat)
         return padded
 
     @property

@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -85,17 +84,30 @@ def place_rows(
         roles: the ranks of each role; the first role's ranks own the rows.
         ranks: all ranks of the run.
     """
-    num, num_tokens = len(experience), experience.forward_tokens.tolist()
-    minibatch = torch.zeros(num, dtype=torch.int64)
-    dp_ranks = {role.dp_size: torch.zeros(num, dtype=torch.int64) for role in roles}
-    for index, units in enumerate(cut_minibatches(experience.units(unit), num_minibatches, seed)):
+    minibatch = torch.zeros(len(experience), dtype=torch.int64)
+    units = experience.units(unit)
+    parts, num = [units], min(num_minibatches, len(units))
+    if num > 1:  # within each minibatch, units are ordered by their first rows
+        order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
+        parts = [sorted(units[number] for number in part.tolist()) for part in order.tensor_split(num)]
+    for index, units in enumerate(parts):
         minibatch[[row for rows in units for row in rows]] = index
+    placed = replace(experience.with_tensors({"_minibatch": minibatch}), ranks=ranks)
+    return placed if ranks.size == 1 else _place_on_ranks(placed, parts, roles)
+
+
+def _place_on_ranks(
+    experience: ShardedExperience, parts: Sequence[Sequence[Sequence[int]]], roles: Sequence[Ranks]
+) -> ShardedExperience:
+    """Assigns the rows of each minibatch, given as units, to the dp ranks of each role."""
+    num_tokens = experience.forward_tokens.tolist()
+    dp_ranks = {role.dp_size: torch.zeros(len(experience), dtype=torch.int64) for role in roles}
+    for units in parts:
         sizes = [sum(num_tokens[row] for row in rows) for rows in units]
         for dp_size, dp_rank_of in dp_ranks.items():
             for dp_rank, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
                 dp_rank_of[[row for item in share for row in units[item]]] = dp_rank
-    columns = {"_minibatch": minibatch, **{f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()}}
-    placed = replace(experience.with_tensors(columns), ranks=ranks)
+    placed = experience.with_tensors({f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()})
     work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role) for role in roles])
     first = torch.tensor([members[0] for members in roles[0].dp_members])
     return placed.with_tensors({"_work": work.T, "_owner": first[dp_ranks[roles[0].dp_size]]})
@@ -154,15 +166,6 @@ def microbatch_rows(
     return [*own, *([] for _ in range(num - len(own)))]
 
 
-def cut_minibatches(units: Sequence[list[int]], num: int, seed: int) -> list[list[list[int]]]:
-    """Cuts shuffled units evenly into at most `num` minibatches; within each, units are ordered by their first rows."""
-    num = min(num, len(units))
-    if num == 1:
-        return [list(units)]
-    order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
-    return [sorted(units[index] for index in part.tolist()) for part in order.tensor_split(num)]
-
-
 class Microbatches(Sequence[Experience]):
     """Parts of an experience; while one is computed, the next is copied to the device on a separate stream.
 
@@ -181,13 +184,7 @@ class Microbatches(Sequence[Experience]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Experience: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Experience]: ...
-    def __getitem__(self, index: int | slice) -> Experience | Sequence[Experience]:
-        if isinstance(index, slice):
-            return Microbatches(self.experience, self.rows[index], self.device)
+    def __getitem__(self, index: int) -> Experience:  # type: ignore[override]  # nobody reads slices
         rows = self.rows[index]
         return self.experience.dense(rows, self.device) if rows else self.experience.blank_row(self.device)
 
