@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +40,7 @@ from lightrl.callbacks import (
 )
 from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
-from lightrl.callbacks.run_files import TimedCheckpoint
+from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
@@ -341,6 +342,9 @@ class Trainer(RLTrainer):
             except LightRLError:
                 self._new_folders = []  # logs and traceback explain it
                 raise
+            except SIGTERMException as error:
+                error.code = 128 + signal.SIGTERM  # a supervisor must see that the run did not finish
+                raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except RuntimeError as error:
@@ -467,6 +471,10 @@ class Trainer(RLTrainer):
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.insert(0, kind())
+        first_saving = len(self.callbacks) - len(self.checkpoint_callbacks)  # Lightning keeps these last
+        for kind in (ProblemLog, StatusFile, RunFiles):
+            if not any(isinstance(callback, kind) for callback in self.callbacks):
+                self.callbacks.insert(first_saving, kind())
         for index, callback in enumerate(self.callbacks):
             if callback in user_callbacks:
                 continue

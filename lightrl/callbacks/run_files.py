@@ -196,7 +196,8 @@ class StatusFile(RLCallback):
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         servers = [] if engine is None else engine.server_states()
         now: dict[str, object] = {"at": time.time(), "max_steps": trainer.max_steps, "servers": servers}
-        now |= {"iteration": cast("RLTrainer", trainer).iteration, "weight_version": engine and engine.weight_version}
+        now |= {"iteration": cast("RLTrainer", trainer).iteration, "num_finished": trainer.global_step}
+        now["weight_version"] = engine and engine.weight_version
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._content | now, indent=1))
