@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.callbacks import (
@@ -38,7 +38,7 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
-from lightrl.callbacks.monitors import warn_of_monitors
+from lightrl.callbacks.monitors import check_monitors, warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint
 from lightrl.callbacks.weight_sync import check_no_overlap
@@ -347,7 +347,9 @@ class Trainer(RLTrainer):
                 raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
-            except RuntimeError as error:
+            except (RuntimeError, MisconfigurationException) as error:
+                if "conditioned on metric" in str(error) or "could not find the monitored key" in str(error):
+                    check_monitors(self, "")  # a clearer error
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(
                         f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import are_names_known, check_monitors, names_of_validation
+from lightrl.callbacks.monitors import LATER, are_names_known, check_monitors, names_of_validation, warn_of_unchecked
 from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -83,6 +83,8 @@ class RolloutMetrics(RLCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_resumed, self._rollout_ended_s = trainer.global_step > 0, None
+        if trainer.is_global_zero:
+            warn_of_unchecked(trainer)
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -103,10 +105,12 @@ class RolloutMetrics(RLCallback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
-            check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged its metrics
-            if trainer.num_sanity_val_steps == 0 and are_names_known(trainer, pl_module):
+            if are_names_known(trainer, pl_module):  # the first iteration has logged its metrics
                 upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
-                check_monitors(trainer, "val/", upcoming=upcoming)
+                checked = ("val/",) if trainer.num_sanity_val_steps else ()
+                check_monitors(trainer, "", except_for=(*LATER, *checked), upcoming=upcoming)
+            else:
+                check_monitors(trainer, "rollout/", "policy/")
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         check_monitors(trainer, "val/")
