@@ -40,7 +40,7 @@ from lightrl.callbacks import (
 )
 from lightrl.callbacks.monitors import check_monitors, warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
-from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint
+from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint, keep_slashes_out
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
 from lightrl.checks.files import check_local, nearest_folder
@@ -489,6 +489,8 @@ class Trainer(RLTrainer):
                 should_save = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=should_save, save_on_exception=should_save)
         saving = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in saving:
+            keep_slashes_out(callback)
         if saving and not self.fast_dev_run and not any(isinstance(item, TimedCheckpoint) for item in saving):
             self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
@@ -526,8 +528,12 @@ class Trainer(RLTrainer):
                 versions[root] = logger.version
                 _ = logger.experiment  # CSVLogger's warns about other loggers' files
         for callback in self.checkpoint_callbacks if self.state.fn == TrainerFn.FITTING else ():
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+            if not isinstance(callback, ModelCheckpoint) or "://" in str(callback.dirpath):
+                continue
+            if callback.dirpath:
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
+            elif not self.loggers:  # the runs' checkpoints have no folder of their own
+                self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
 
     def _is_created(self, log_dir: Path) -> bool:
         """Creates a run's folder; returns False if it exists."""

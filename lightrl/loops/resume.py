@@ -314,17 +314,17 @@ def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
         ValueError: if the checkpoints are links to missing files or, unless it is a fit, if there is none.
     """
     saving: list[Any] = [*trainer.checkpoint_callbacks]
-    named = {item.dirpath: item.CHECKPOINT_NAME_LAST for item in saving if getattr(item, "dirpath", None)}
+    named = {(item.dirpath, item.CHECKPOINT_NAME_LAST) for item in saving if getattr(item, "dirpath", None)}
     log_dir = Path(trainer.log_dir or ".")
-    if any("://" in folder for folder in named):
+    if any("://" in folder for folder, _ in named):
         return "last"  # Lightning finds it
     is_shared = bool(named) or not trainer.loggers  # by all runs
     if is_shared:
-        named = named or {f"{trainer.default_root_dir}/checkpoints": ModelCheckpoint.CHECKPOINT_NAME_LAST}
-        saved = [path for folder, name in named.items() for path in Path(folder).glob(f"{name}*.ckpt")]
+        named = named or {(f"{trainer.default_root_dir}/checkpoints", ModelCheckpoint.CHECKPOINT_NAME_LAST)}
+        saved = [path for folder, name in named for path in Path(folder).glob(f"{name}*.ckpt")]
     else:
         saved = list(log_dir.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt"))
-    where, newer = ", ".join(named) or log_dir.parent, ""
+    where, newer = ", ".join({folder for folder, _ in named}) or log_dir.parent, ""
     settings, broken_links = settings_of(trainer, []), []
     for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         if not checkpoint.exists():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,30 @@ def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path: Path) -> None:
     assert checkpoint.best_model_score == pytest.approx(best[0])
     assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", f"step={best[1]}.ckpt"]
     assert torch.load(tmp_path / "last.ckpt")["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("filename", "settings", "name"),
+    [
+        ("{step}-{val/reward:.2f}", {}, r"step=3-val_reward=-?\d\.\d\d\.ckpt"),
+        ("{val/reward}-{val/length_tokens}", {}, r"val_reward=-?[\d.]+-val_length_tokens=[\d.]+\.ckpt"),
+        ("best-{val/reward:.1f}", {"auto_insert_metric_name": False}, r"best--?\d\.\d\.ckpt"),
+        ("step={step:03d}", {}, r"step=step=003\.ckpt"),  # Lightning's own insertion
+    ],
+)
+def test_a_slash_in_a_metrics_name_makes_no_folder(
+    filename: str, settings: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    best = ModelCheckpoint(
+        tmp_path / "saved", filename, monitor="val/reward", save_on_train_epoch_end=False, **settings
+    )
+    best.CHECKPOINT_NAME_LAST = "last-{val/reward:.2f}"
+    best.save_last = True
+    train(tmp_path, enable_checkpointing=True, callbacks=[best], limit_val_batches=1.0)
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert all(path.is_file() for path in (tmp_path / "saved").iterdir())
+    assert [item for item in names if re.fullmatch(name, item)]
+    assert [item for item in names if item.startswith("last-")]
 
 
 @habit(
