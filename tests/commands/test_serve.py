@@ -66,6 +66,18 @@ def engine_file(path, class_path, **server_args):
     return ["--config", write(path, json.dumps({"trainer": {"engine": engine}}))]
 
 
+@pytest.mark.parametrize("policy", ["some/model", {"path": "some/model"}, {"model": {"path": "some/model"}}])
+@pytest.mark.parametrize("added", [{"dtype": "bfloat16"}, {"model": {"dtype": "bfloat16"}, "lr": 0.1}])
+def test_a_later_config_adds_to_the_policy_as_in_a_run(policy, added, tmp_path):
+    if isinstance(policy, dict) and ("model" in policy) != ("model" in added):
+        pytest.skip("these two do not describe one policy")
+    for number, value in enumerate((policy, added)):
+        layer = {"model": {"class_path": "GRPO", "init_args": {"policy": value}}}
+        write(tmp_path / f"{number}.yaml", json.dumps(layer))
+    values = parse([f"--config={tmp_path}/0.yaml", f"--config={tmp_path}/1.yaml"])
+    assert (values["model"].path, values["model"].dtype) == ("some/model", "bfloat16")
+
+
 def test_an_engine_that_is_only_named_is_the_kind_of_the_servers(tmp_path):
     for name in ("VLLMEngine", "lightrl.engines.VLLMEngine"):
         assert parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", name)])["engine"] == "vllm"
