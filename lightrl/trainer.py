@@ -38,11 +38,11 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
-from lightrl.callbacks.monitors import check_monitors, warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint, keep_slashes_out
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.concurrency.owner import hold, let_go
 from lightrl.engines import RolloutEngine
@@ -76,8 +76,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
-# Lightning advertises its cloud whenever a Trainer is created.
-logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "Tip: For" not in line.getMessage())
+# Whenever a Trainer is created, Lightning advertises its cloud and says that there is no TPU.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+    lambda line: not any(text in line.getMessage() for text in ("Tip: For", "TPU available: False"))
+)
 
 # Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
@@ -97,6 +99,8 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"Couldn't infer the batch indices", UserWarning),
     # Lightning 2.6.6 calls what torch 2.13 has renamed.
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
+    # Each run, even a resumed one, saves its best checkpoints in a new folder.
+    (r"The dirpath has changed from", UserWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
@@ -325,7 +329,7 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
-                warn_of_monitors(self)
+                self._monitors.before_start(self)
                 # Lightning's sampler would shuffle and shard prompts, but all ranks must count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, TrainedModule):
@@ -348,8 +352,7 @@ class Trainer(RLTrainer):
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
             except (RuntimeError, MisconfigurationException) as error:
-                if "conditioned on metric" in str(error) or "could not find the monitored key" in str(error):
-                    check_monitors(self, "")  # a clearer error
+                self._monitors.explain(self, error)
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(
                         f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "
@@ -473,6 +476,8 @@ class Trainer(RLTrainer):
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.insert(0, kind())
+        self._monitors = entry_point("monitors")()
+        self.callbacks.insert(0, self._monitors)
         first_saving = len(self.callbacks) - len(self.checkpoint_callbacks)  # Lightning keeps these last
         for kind in (ProblemLog, StatusFile, RunFiles):
             if not any(isinstance(callback, kind) for callback in self.callbacks):

@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.printable import did_you_mean
 
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,47 @@ ALWAYS_LOGGED = frozenset(
 )
 LATER = ("staleness/", "sync/", "time/")  # prefixes of metrics that the first iteration may not log yet
 _NEAR = 0.85  # difflib's ratio; 1 for equal names
+
+
+class MonitorCheck(RLCallback):
+    """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []  # of the first iterations
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._groups = []
+        if trainer.is_global_zero:
+            warn_of_unchecked(trainer)
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_monitors(trainer, "val/")
+
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        self._groups = groups
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if not (trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._groups):
+            return
+        if are_names_known(trainer, pl_module):  # the first iteration has logged its metrics
+            upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
+            checked = ("val/",) if trainer.num_sanity_val_steps else ()
+            check_monitors(trainer, "", except_for=(*LATER, *checked), upcoming=upcoming)
+        else:
+            check_monitors(trainer, "rollout/", "policy/")
+
+    @staticmethod
+    def before_start(trainer: L.Trainer) -> None:
+        """Warns about monitored names that look mistyped, before models are loaded."""
+        warn_of_monitors(trainer)
+
+    @staticmethod
+    def explain(trainer: L.Trainer, error: Exception) -> None:
+        """Raises a clearer ValueError if Lightning raised `error` because a monitored metric is not logged."""
+        if "conditioned on metric" in str(error) or "could not find the monitored key" in str(error):
+            check_monitors(trainer, "")
 
 
 def warn_of_monitors(trainer: L.Trainer) -> None:

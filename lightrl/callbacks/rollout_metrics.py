@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import LATER, are_names_known, check_monitors, names_of_validation, warn_of_unchecked
 from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -93,8 +92,6 @@ class RolloutMetrics(RLCallback):
                 # Lightning would skip a validation that was due when the checkpoint was saved
                 epoch_loop.val_loop.batch_progress.reset_on_run()
                 epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-        if trainer.is_global_zero:
-            warn_of_unchecked(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -114,20 +111,6 @@ class RolloutMetrics(RLCallback):
         now = time.monotonic()
         self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
         self._rollout_ended_s = now
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
-            if are_names_known(trainer, pl_module):  # the first iteration has logged its metrics
-                upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
-                checked = ("val/",) if trainer.num_sanity_val_steps else ()
-                check_monitors(trainer, "", except_for=(*LATER, *checked), upcoming=upcoming)
-            else:
-                check_monitors(trainer, "rollout/", "policy/")
-
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        check_monitors(trainer, "val/")
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from digit_reward import token_reward
 from habits import habit, refused
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -39,11 +38,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
-from tiny_run import POLICY, Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
+from tiny_run import Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
 
 import lightrl
-from lightrl import GRPO, RolloutMetrics, Sampling, StalenessControl, WeightSync
-from lightrl.callbacks.monitors import ALWAYS_LOGGED
+from lightrl import RolloutMetrics, StalenessControl, WeightSync
 
 
 @habit('ModelCheckpoint(monitor="rollout/reward", mode="max", every_n_train_steps=2)')
@@ -95,8 +93,7 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
 
 @habit(
     'EarlyStopping("val/reward", mode="max")',
-    "checks after a validation; a name that looks mistyped causes a warning before models are loaded; a metric that "
-    "is not logged ends the run after the sanity check or one iteration, with the names of those that are",
+    "checks after a validation; see [above](#monitored-metrics)",
 )
 def test_early_stopping_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stop = EarlyStopping("val/reward", mode="max", patience=1, min_delta=9.0)
@@ -246,181 +243,6 @@ def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
     trainer = train(tmp_path, module, engine=engine, callbacks=[WeightSync(2), StalenessControl(1)], max_steps=6)
     assert engine.loaded_versions == [0, 2, 4, 6]
     assert trainer.global_step == 6
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: EarlyStopping("val/rewrad", mode="max"), lambda: ModelCheckpoint(monitor="val/rewrad", mode="max")]
-)
-def test_a_mistyped_monitor_is_found_before_training(make: Any, tmp_path: Path) -> None:
-    module, given = TinyGRPO(), make()
-    trainer = make_trainer(
-        tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, enable_checkpointing=True, callbacks=[given]
-    )
-    with pytest.raises(ValueError) as error:  # noqa: PT011  # compared whole
-        trainer.fit(module, datamodule=Digits())
-    name = type(given).__name__
-    assert str(error.value).startswith(
-        f"{name} monitors val/rewrad, which is not logged. Did you mean val/reward? Logged metrics: val/"
-    )
-    assert module.trained == []
-
-
-def test_a_monitor_that_looks_mistyped_is_named_before_models_are_loaded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    monitor, near = "policy/los", "policy/loss"
-
-    class FailsToLoad(TinyGRPO):
-        def configure_model(self) -> None:
-            raise OSError("no such model")
-
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[EarlyStopping(monitor, mode="max")])
-    with pytest.raises(OSError, match="no such model"):
-        trainer.fit(FailsToLoad(), datamodule=Digits())
-    (message,) = [message for message in caplog.messages if "monitors" in message]
-    assert message == (
-        f"EarlyStopping monitors {monitor}, which is logged only if your reward, module or a callback logs it. Did you "
-        f"mean {near}?"
-    )
-
-
-def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stops = [EarlyStopping(name, mode="max", patience=9) for name in sorted(ALWAYS_LOGGED)]
-    trainer = train(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
-    assert trainer.callback_metrics.keys() >= ALWAYS_LOGGED
-    assert not [message for message in caplog.messages if "monitors" in message]
-
-
-def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards(tmp_path: Path) -> None:
-    trained: list[int] = []
-    counts = LambdaCallback(on_train_batch_end=lambda trainer, *_: trained.append(trainer.global_step))
-    settings: dict[str, Any] = {"group_size": 4, "sampling": Sampling(max_new_tokens=6), "lr": 1e-2}
-    module = GRPO(POLICY, reward=lambda item: {"reward": token_reward(item), "style": 0.5}, **settings)
-    stop = EarlyStopping("val/stile", mode="max", patience=9)
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop, counts])
-    with pytest.raises(ValueError, match=r"monitors val/stile, which is not logged\. Did you mean val/style\?"):
-        trainer.fit(module, datamodule=Digits())
-    assert trained == [1]
-
-
-def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: Path) -> None:
-    module = TinyGRPO()
-    trainer = make_trainer(tmp_path, callbacks=[EarlyStopping("rollout/rewrad", mode="max")])
-    with pytest.raises(
-        ValueError, match=r"monitors rollout/rewrad, which is not logged\. Did you mean rollout/reward\?"
-    ):
-        trainer.fit(module, datamodule=Digits())
-    assert module.trained == [[0, 1]]
-
-
-def built_in(reward: Any = token_reward) -> GRPO:
-    return GRPO(POLICY, reward=reward, group_size=4, sampling=Sampling(max_new_tokens=6), lr=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("monitor", "near"),
-    [("val_reward", "val/reward"), ("rewrad", "val/reward"), ("valid/reward", "val/reward"), ("polcy/loss", "policy")],
-)
-def test_a_monitor_with_a_wrong_prefix_is_found_after_one_iteration(monitor: str, near: str, tmp_path: Path) -> None:
-    stop, stages = EarlyStopping(monitor, mode="max"), Logged("rollout/reward")
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop])
-    with pytest.raises(ValueError, match=rf"EarlyStopping monitors {monitor}, which is not logged\..*{near}"):
-        trainer.fit(built_in(), datamodule=Digits())
-    assert trainer.global_step == 1
-    assert not stages.values
-
-
-@pytest.mark.parametrize("monitor", ["step", "val/reward/a_label", "val/reward", "sync/probe_abs_dlogp_nats"])
-def test_a_monitor_that_may_be_logged_later_is_left_alone(monitor: str, tmp_path: Path) -> None:
-    stop = EarlyStopping(monitor, mode="max", check_on_train_epoch_end=False)
-    trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop], max_steps=2)  # before a validation
-    trainer.fit(built_in(), datamodule=Digits())
-    assert trainer.global_step == 2
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: EarlyStopping("style", mode="max"), lambda: ModelCheckpoint(monitor="style", mode="max")]
-)
-def test_a_monitor_that_users_code_might_log_is_an_error_where_it_is_missing(make: Any, tmp_path: Path) -> None:
-    given, flags = make(), {"limit_val_batches": 1.0, "enable_checkpointing": True, "val_check_interval": 1}
-    trainer = make_trainer(tmp_path, callbacks=[given], **flags)
-    with pytest.raises(ValueError, match=f"{type(given).__name__} monitors style, which is not logged"):
-        trainer.fit(TinyGRPO(), datamodule=Digits())
-
-
-@pytest.mark.filterwarnings("ignore:.*could not find the monitored key:UserWarning")  # what the message prevents
-@pytest.mark.parametrize(
-    ("make", "flags", "message"),
-    [
-        pytest.param(
-            lambda: EarlyStopping("val/reward", check_on_train_epoch_end=False),
-            {},
-            "EarlyStopping never checks val/reward: the run has no validation.",
-            id="no validation",
-        ),
-        pytest.param(
-            lambda: ModelCheckpoint(monitor="val/reward"),
-            {},
-            "ModelCheckpoint never checks val/reward: the run has no validation.",
-            id="no validation, checkpoint",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("val/reward"),
-            {"limit_val_batches": 1.0, "val_check_interval": 4, "check_val_every_n_epoch": None},
-            "EarlyStopping never checks val/reward: the run ends after iteration 3, before a validation.",
-            id="interval",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("val/reward"),
-            {"limit_val_batches": 1.0, "check_val_every_n_epoch": 2},
-            "EarlyStopping never checks val/reward: the run ends after iteration 3, before a validation.",
-            id="epochs",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("rollout/reward", check_on_train_epoch_end=True),
-            {},
-            "EarlyStopping never checks rollout/reward: it checks at the end of an epoch, and the run ends with",
-            id="one epoch",
-        ),
-        pytest.param(
-            lambda: ModelCheckpoint(monitor="rollout/reward", every_n_train_steps=4),
-            {},
-            "ModelCheckpoint never checks rollout/reward: every_n_train_steps=4, but the run ends after iteration 3.",
-            id="saves",
-        ),
-    ],
-)
-def test_a_monitor_that_is_never_checked_is_named_at_the_start(
-    make: Any, flags: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[make()], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert next(text for text in caplog.messages if "never checks" in text).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("make", "flags"),
-    [
-        (lambda: EarlyStopping("val/reward", mode="max"), {"limit_val_batches": 1.0, "max_steps": 6}),
-        (lambda: EarlyStopping("rollout/reward", mode="max"), {"max_epochs": 2}),
-        (
-            lambda: EarlyStopping("val/reward", mode="max", patience=9),
-            {"limit_val_batches": 1.0, "val_check_interval": 3, "check_val_every_n_epoch": None},
-        ),
-        (lambda: ModelCheckpoint(monitor="rollout/reward", every_n_train_steps=3), {}),
-        (lambda: ModelCheckpoint(every_n_train_steps=9), {}),
-    ],
-)
-def test_a_monitor_that_is_checked_is_not_named(
-    make: Any, flags: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[make()], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert not [text for text in caplog.messages if "never checks" in text]
-
-
-def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
-    stop = EarlyStopping("val/sometimes", mode="max", strict=False)
-    trainer = train(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])
-    assert trainer.global_step == 3
 
 
 @habit("ModelSummary(max_depth=2)")
