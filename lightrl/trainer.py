@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.algorithms import AdaptiveKL, EarlyStop, ReferenceKL
 from lightrl.callbacks import (
@@ -479,9 +480,9 @@ class Trainer(RLTrainer):
         self._monitors = entry_point("monitors")()
         self.callbacks.insert(0, self._monitors)
         first_saving = len(self.callbacks) - len(self.checkpoint_callbacks)  # Lightning keeps these last
-        for kind in (ProblemLog, StatusFile, RunFiles):
-            if not any(isinstance(callback, kind) for callback in self.callbacks):
-                self.callbacks.insert(first_saving, kind())
+        for files in (ProblemLog, StatusFile, RunFiles):
+            if not any(isinstance(callback, files) for callback in self.callbacks):
+                self.callbacks.insert(first_saving, files())
         for index, callback in enumerate(self.callbacks):
             if callback in user_callbacks:
                 continue

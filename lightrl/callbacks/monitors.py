@@ -132,7 +132,7 @@ def warn_of_unchecked(trainer: Any) -> None:
         *([max_epochs * length] if max_epochs > 0 else []),
     ]
     last = min(lasts, default=math.inf)
-    left = () if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
+    left = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
     at, why = trainer.val_check_batch, ""  # `at` is None for an interval of time
 
     def is_due(step: int) -> bool:

@@ -86,7 +86,7 @@ class RolloutMetrics(RLCallback):
         self._is_resumed, self._rollout_ended_s = trainer.global_step > 0, None
         epoch_loop = trainer.fit_loop.epoch_loop
         if trainer.fit_loop.restarting:
-            total = epoch_loop.batch_progress.total
+            total: Any = epoch_loop.batch_progress.total
             total.ready = total.started = total.processed  # Lightning would count an interrupted iteration twice
             if self._validated_at not in (None, trainer.global_step):
                 # Lightning would skip a validation that was due when the checkpoint was saved

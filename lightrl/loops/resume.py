@@ -261,7 +261,7 @@ class CheckpointConnector(_CheckpointConnector):
         super().__init__(trainer)
         self._resume = resume
 
-    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, **kwargs: bool) -> Any:
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
         if ckpt_path == "last":
             ckpt_path = last_checkpoint(cast(RLTrainer, self.trainer), is_fit=state_fn == TrainerFn.FITTING)
@@ -279,7 +279,7 @@ class CheckpointConnector(_CheckpointConnector):
                 f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. "
                 f"{nearest_files(Path(ckpt_path), '.ckpt')}"
             )
-        return super()._parse_ckpt_path(state_fn, ckpt_path, **kwargs)
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def restore_model(self) -> None:
         module = self.trainer.lightning_module
@@ -329,7 +329,9 @@ def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
     for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         if not checkpoint.exists():
             broken_links.append(checkpoint)
-        elif is_shared or not (difference := _difference(_saved_settings(checkpoint), settings, is_fit=is_fit)):
+        elif is_shared or not (
+            difference := experiment_difference(_saved_settings(checkpoint), settings, is_fit=is_fit)
+        ):
             if not is_shared:
                 log.info("ckpt_path=last is %s. This run writes to a new folder.", checkpoint)
             return str(checkpoint)
@@ -363,7 +365,7 @@ def _saved_settings(checkpoint: Path) -> Settings:
     return settings
 
 
-def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
+def experiment_difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
     """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
     has_random_seed = any(settings.get("seed_everything") is True for settings in (then, now))
     for section in _FIT_IDENTITY if is_fit else _IDENTITY:

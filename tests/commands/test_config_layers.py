@@ -194,7 +194,7 @@ def test_two_dashes_are_no_value(settings, config):
 
 
 def test_a_setting_in_a_mapping_on_the_command_line_is_not_placed_in_a_file(settings, config, capsys):
-    settings["data"]["init_args"] = {"train": {"source": "a.jsonl", "max_rows": 5}}
+    settings["data"]["init_args"] = {"train": {"source": "a.jsonl", "max_rows": 5}, "batch_size": 2}
     settings["data"]["class_path"] = "PromptDataModule"
     assert main(["fit", "--config", config(settings), "--data.train", "{source: a.jsonl, max_rows: 0}"]) == 2
     text = capsys.readouterr().err

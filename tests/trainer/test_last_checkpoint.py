@@ -12,7 +12,10 @@ from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl import ModelSpec
-from lightrl.loops.resume import _difference
+from lightrl.loops.resume import experiment_difference
+
+
+OTHER = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=4)
 
 
 def trainer_of(folder: Path, max_steps: int, **flags: Any) -> lightrl.Trainer:
@@ -69,8 +72,8 @@ def test_a_link_to_nothing_is_refused_unless_there_is_another_checkpoint(saved: 
 
 
 def test_a_random_seed_is_no_other_experiment() -> None:
-    assert _difference({"seed_everything": True}, {"seed_everything": 1}, is_fit=True) is None
-    assert _difference({"seed_everything": 1}, {"seed_everything": 2}, is_fit=True) is not None
+    assert experiment_difference({"seed_everything": True}, {"seed_everything": 1}, is_fit=True) is None
+    assert experiment_difference({"seed_everything": 1}, {"seed_everything": 2}, is_fit=True) is not None
 
 
 def test_without_loggers_the_folder_of_all_runs_is_searched(tmp_path: Path) -> None:
@@ -86,25 +89,13 @@ def test_without_loggers_the_folder_of_all_runs_is_searched(tmp_path: Path) -> N
         (1, TinyGRPO, Digits, "its seed_everything is 0, this run has 1"),
         (0, type("Own", (TinyGRPO,), {}), Digits, "its model.class is 'TinyGRPO', this run has 'Own'"),
         (0, TinyGRPO, type("More", (Digits,), {}), "its data.class is 'Digits', this run has 'More'"),
-        (
-            0,
-            lambda: TinyGRPO(ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=4)),
-            Digits,
-            "its model.policy.model.seed is 3, this run has 4",
-        ),
+        (0, lambda: TinyGRPO(OTHER), Digits, "its model.policy.model.seed is 3, this run has 4"),
     ],
     ids=["seed", "module", "data", "policy"],
 )
 def test_another_experiment_starts_from_the_beginning_and_says_why(
-    seed: int,
-    module: Any,
-    data: Any,
-    difference: str,
-    saved: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    seed, module, data, difference, saved, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
     own = module()
     trainer_of(tmp_path, 3).fit(own, datamodule=data(), ckpt_path="last")

@@ -112,64 +112,42 @@ def test_a_monitor_that_users_code_might_log_is_an_error_where_it_is_missing(mak
         trainer.fit(TinyGRPO(), datamodule=Digits())
 
 
+VALIDATED: dict[str, Any] = {"limit_val_batches": 1.0}
+LATE: dict[str, Any] = {**VALIDATED, "val_check_interval": 4, "check_val_every_n_epoch": None}
+
+
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key:UserWarning")  # what the message prevents
 @pytest.mark.parametrize(
     ("make", "flags", "message"),
     [
-        pytest.param(
-            lambda: EarlyStopping("val/reward", check_on_train_epoch_end=False),
-            {},
-            "EarlyStopping never checks val/reward: the run has no validation.",
-            id="no validation",
+        (lambda: EarlyStopping("val/reward", check_on_train_epoch_end=False), {}, "the run has no validation."),
+        (lambda: ModelCheckpoint(monitor="val/reward"), {}, "the run has no validation."),
+        (lambda: EarlyStopping("val/reward"), LATE, "the run ends after iteration 3, before a validation."),
+        (lambda: EarlyStopping("val/reward"), {**VALIDATED, "check_val_every_n_epoch": 2}, "the run ends after iter"),
+        (
+            lambda: EarlyStopping("val/reward", check_on_train_epoch_end=True),
+            VALIDATED,
+            "it checks at the end of an ep",
         ),
-        pytest.param(
-            lambda: ModelCheckpoint(monitor="val/reward"),
-            {},
-            "ModelCheckpoint never checks val/reward: the run has no validation.",
-            id="no validation, checkpoint",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("val/reward"),
-            {"limit_val_batches": 1.0, "val_check_interval": 4, "check_val_every_n_epoch": None},
-            "EarlyStopping never checks val/reward: the run ends after iteration 3, before a validation.",
-            id="interval",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("val/reward"),
-            {"limit_val_batches": 1.0, "check_val_every_n_epoch": 2},
-            "EarlyStopping never checks val/reward: the run ends after iteration 3, before a validation.",
-            id="epochs",
-        ),
-        pytest.param(
-            lambda: EarlyStopping("rollout/reward", check_on_train_epoch_end=True),
-            {},
-            "EarlyStopping never checks rollout/reward: it checks at the end of an epoch, and the run ends with",
-            id="one epoch",
-        ),
-        pytest.param(
-            lambda: ModelCheckpoint(monitor="rollout/reward", every_n_train_steps=4),
-            {},
-            "ModelCheckpoint never checks rollout/reward: every_n_train_steps=4, but the run ends after iteration 3.",
-            id="saves",
-        ),
+        (lambda: ModelCheckpoint(monitor="val/reward", every_n_train_steps=4), VALIDATED, "every_n_train_steps=4, but"),
     ],
+    ids=["no validation", "no validation, checkpoint", "interval", "epochs", "one epoch", "saves"],
 )
 def test_a_monitor_that_is_never_checked_is_named_at_the_start(
     make: Any, flags: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[make()], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert next(text for text in caplog.messages if "never checks" in text).startswith(message)
+    item = make()
+    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[item], **flags).fit(TinyGRPO(), datamodule=Digits())
+    start = f"{type(item).__name__} never checks val/reward: {message}"
+    assert next(text for text in caplog.messages if "never checks" in text).startswith(start)
 
 
 @pytest.mark.parametrize(
     ("make", "flags"),
     [
-        (lambda: EarlyStopping("val/reward", mode="max"), {"limit_val_batches": 1.0, "max_steps": 6}),
+        (lambda: EarlyStopping("val/reward", mode="max"), {**VALIDATED, "max_steps": 6}),
         (lambda: EarlyStopping("rollout/reward", mode="max"), {"max_epochs": 2}),
-        (
-            lambda: EarlyStopping("val/reward", mode="max", patience=9),
-            {"limit_val_batches": 1.0, "val_check_interval": 3, "check_val_every_n_epoch": None},
-        ),
+        (lambda: EarlyStopping("val/reward", mode="max"), {**LATE, "val_check_interval": 3}),
         (lambda: ModelCheckpoint(monitor="rollout/reward", every_n_train_steps=3), {}),
         (lambda: ModelCheckpoint(every_n_train_steps=9), {}),
     ],
