@@ -329,9 +329,7 @@ def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
     for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
         if not checkpoint.exists():
             broken_links.append(checkpoint)
-        elif is_shared or not (
-            difference := experiment_difference(_saved_settings(checkpoint), settings, is_fit=is_fit)
-        ):
+        elif is_shared or not (difference := _difference(_saved_settings(checkpoint), settings, is_fit=is_fit)):
             if not is_shared:
                 log.info("ckpt_path=last is %s. This run writes to a new folder.", checkpoint)
             return str(checkpoint)
@@ -365,7 +363,7 @@ def _saved_settings(checkpoint: Path) -> Settings:
     return settings
 
 
-def experiment_difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
+def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
     """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
     has_random_seed = any(settings.get("seed_everything") is True for settings in (then, now))
     for section in _FIT_IDENTITY if is_fit else _IDENTITY:

@@ -1,6 +1,5 @@
 """lightrl status: what it shows of a run that works, that failed, and that is gone."""
 
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -48,20 +46,12 @@ def test_a_finished_run_shows_its_iterations(settings, config, capsys, monkeypat
     assert "weight version 2" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["done", "failed"])
-def test_a_run_of_plain_python_is_shown_too(fails: bool, tmp_path: Path) -> None:
-    def step(*_: object) -> None:
-        if fails:
-            raise OSError("no such device")
-
+def test_a_run_of_plain_python_is_shown_too(tmp_path: Path) -> None:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "max_steps": 2}
-    callbacks = [LambdaCallback(on_train_batch_start=step)]
-    trainer = lightrl.Trainer(accelerator="cpu", default_root_dir=tmp_path, callbacks=callbacks, **quiet)
-    with pytest.raises(OSError, match="no such device") if fails else contextlib.nullcontext():
-        trainer.fit(BoringModel(), datamodule=BoringDataModule())
-    text = status_text(tmp_path)
-    assert (f"phase      {'failed' if fails else 'done'}" in text, "no such device" in text) == (True, fails)
-    assert fails or "iteration  2 of 2; weight" in text
+    trainer = lightrl.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer.fit(BoringModel(), datamodule=BoringDataModule())
+    assert re.search("phase +done", status_text(tmp_path))
+    assert "iteration  2 of 2; weight" in status_text(tmp_path)
 
 
 def test_a_failed_run_shows_its_error(settings, config, capsys):

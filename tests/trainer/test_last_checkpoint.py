@@ -12,8 +12,6 @@ from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl import ModelSpec
-from lightrl.loops.resume import experiment_difference
-
 
 OTHER = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=4)
 
@@ -69,11 +67,6 @@ def test_a_link_to_nothing_is_refused_unless_there_is_another_checkpoint(saved: 
     saved.unlink()
     with pytest.raises(ValueError, match=r"version_1/checkpoints/last.ckpt is a link to gone.ckpt, which"):
         trainer_of(tmp_path, 1).fit(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
-
-
-def test_a_random_seed_is_no_other_experiment() -> None:
-    assert experiment_difference({"seed_everything": True}, {"seed_everything": 1}, is_fit=True) is None
-    assert experiment_difference({"seed_everything": 1}, {"seed_everything": 2}, is_fit=True) is not None
 
 
 def test_without_loggers_the_folder_of_all_runs_is_searched(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_run_logs_what_every_run_logs(tmp_path: Path, caplog: pytest.LogCaptur
     stops = [EarlyStopping(name, mode="max", patience=9) for name in sorted(ALWAYS_LOGGED)]
     trainer = train(tmp_path, limit_val_batches=1.0, max_epochs=2, callbacks=stops)
     assert trainer.callback_metrics.keys() >= ALWAYS_LOGGED
-    assert not [message for message in caplog.messages if "monitors" in message]
+    assert not [message for message in caplog.messages if "monitors" in message or "never checks" in message]
 
 
 def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards(tmp_path: Path) -> None:
@@ -67,23 +67,19 @@ def test_without_a_sanity_check_a_mistyped_monitor_is_found_by_the_first_rewards
     assert trained == [1]
 
 
-def test_a_mistyped_monitor_of_training_is_found_after_one_iteration(tmp_path: Path) -> None:
-    module = TinyGRPO()
-    trainer = make_trainer(tmp_path, callbacks=[EarlyStopping("rollout/rewrad", mode="max")])
-    with pytest.raises(
-        ValueError, match=r"monitors rollout/rewrad, which is not logged\. Did you mean rollout/reward\?"
-    ):
-        trainer.fit(module, datamodule=Digits())
-    assert module.trained == [[0, 1]]
-
-
 def built_in(reward: Any = token_reward) -> GRPO:
     return GRPO(POLICY, reward=reward, group_size=4, sampling=Sampling(max_new_tokens=6), lr=1e-2)
 
 
 @pytest.mark.parametrize(
     ("monitor", "near"),
-    [("val_reward", "val/reward"), ("rewrad", "val/reward"), ("valid/reward", "val/reward"), ("polcy/loss", "policy")],
+    [
+        ("rollout/rewrad", "rollout/reward"),
+        ("val_reward", "val/reward"),
+       
+        ("valid/reward", "val/reward"),
+       ,
+    ],
 )
 def test_a_monitor_with_a_wrong_prefix_is_found_after_one_iteration(monitor: str, near: str, tmp_path: Path) -> None:
     stop, stages = EarlyStopping(monitor, mode="max"), Logged("rollout/reward")
@@ -140,23 +136,6 @@ def test_a_monitor_that_is_never_checked_is_named_at_the_start(
     make_trainer(tmp_path, enable_checkpointing=True, callbacks=[item], **flags).fit(TinyGRPO(), datamodule=Digits())
     start = f"{type(item).__name__} never checks val/reward: {message}"
     assert next(text for text in caplog.messages if "never checks" in text).startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("make", "flags"),
-    [
-        (lambda: EarlyStopping("val/reward", mode="max"), {**VALIDATED, "max_steps": 6}),
-        (lambda: EarlyStopping("rollout/reward", mode="max"), {"max_epochs": 2}),
-        (lambda: EarlyStopping("val/reward", mode="max"), {**LATE, "val_check_interval": 3}),
-        (lambda: ModelCheckpoint(monitor="rollout/reward", every_n_train_steps=3), {}),
-        (lambda: ModelCheckpoint(every_n_train_steps=9), {}),
-    ],
-)
-def test_a_monitor_that_is_checked_is_not_named(
-    make: Any, flags: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(tmp_path, enable_checkpointing=True, callbacks=[make()], **flags).fit(TinyGRPO(), datamodule=Digits())
-    assert not [text for text in caplog.messages if "never checks" in text]
 
 
 def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:

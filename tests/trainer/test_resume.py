@@ -136,11 +136,6 @@ def test_the_last_checkpoint_is_found_and_half_written_ones_are_ignored(tmp_path
     assert are_equal(weights(module), weights(whole))
 
 
-def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
-    trainer, module, _ = fit(tmp_path, resume="last")  # type: ignore[arg-type]
-    assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
-
-
 def lr_and_decay(
     folder: Path, steps: int, *, resume: Path | None = None, scheduler: Any = None, **settings: Any
 ) -> list[tuple[float, float]]:
