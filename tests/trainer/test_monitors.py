@@ -73,13 +73,7 @@ def built_in(reward: Any = token_reward) -> GRPO:
 
 @pytest.mark.parametrize(
     ("monitor", "near"),
-    [
-        ("rollout/rewrad", "rollout/reward"),
-        ("val_reward", "val/reward"),
-       
-        ("valid/reward", "val/reward"),
-       ,
-    ],
+    [("rollout/rewrad", "rollout/reward"), ("val_reward", "val/reward"), ("valid/reward", "val/reward")],
 )
 def test_a_monitor_with_a_wrong_prefix_is_found_after_one_iteration(monitor: str, near: str, tmp_path: Path) -> None:
     stop, stages = EarlyStopping(monitor, mode="max"), Logged("rollout/reward")
