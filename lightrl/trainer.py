@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -37,11 +39,11 @@ from lightrl.callbacks import (
     StalenessControl,
     WeightSync,
 )
-from lightrl.callbacks.monitors import warn_of_monitors
 from lightrl.callbacks.progress import ModelLines
-from lightrl.callbacks.run_files import TimedCheckpoint
+from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint, keep_slashes_out
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.concurrency.owner import hold, let_go
 from lightrl.engines import RolloutEngine
@@ -75,8 +77,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
-# Lightning advertises its cloud whenever a Trainer is created.
-logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "Tip: For" not in line.getMessage())
+# Whenever a Trainer is created, Lightning advertises its cloud and says that there is no TPU.
+logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+    lambda line: not any(text in line.getMessage() for text in ("Tip: For", "TPU available: False"))
+)
 
 # Plain data that hyperparameters may contain: checkpoints are loaded with weights_only=True.
 torch.serialization.add_safe_globals([
@@ -96,6 +100,8 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"Couldn't infer the batch indices", UserWarning),
     # Lightning 2.6.6 calls what torch 2.13 has renamed.
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
+    # Each run, even a resumed one, saves its best checkpoints in a new folder.
+    (r"The dirpath has changed from", UserWarning),
     # Validation is optional for an RLModule.
     (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
 )
@@ -324,7 +330,7 @@ class Trainer(RLTrainer):
             if isinstance(module, RLModule):
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
-                warn_of_monitors(self)
+                self._monitors.before_start(self)
                 # Lightning's sampler would shuffle and shard prompts, but all ranks must count the same iterations.
                 self._accelerator_connector.use_distributed_sampler = False
             if isinstance(module, TrainedModule):
@@ -341,9 +347,13 @@ class Trainer(RLTrainer):
             except LightRLError:
                 self._new_folders = []  # logs and traceback explain it
                 raise
+            except SIGTERMException as error:
+                error.code = 128 + signal.SIGTERM  # a supervisor must see that the run did not finish
+                raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
-            except RuntimeError as error:
+            except (RuntimeError, MisconfigurationException) as error:
+                self._monitors.explain(self, error)
                 if isinstance(module, RLModule) and str(error).startswith("Training with multiple optimizers"):
                     raise ValueError(
                         f"{type(module).__name__}.configure_optimizers must return one optimizer, with a parameter "
@@ -467,6 +477,12 @@ class Trainer(RLTrainer):
         for kind in (StalenessControl, RolloutMetrics, WeightSync):
             if not any(isinstance(callback, kind) for callback in self.callbacks):
                 self.callbacks.insert(0, kind())
+        self._monitors = entry_point("monitors")()
+        self.callbacks.insert(0, self._monitors)
+        first_saving = len(self.callbacks) - len(self.checkpoint_callbacks)  # Lightning keeps these last
+        for files in (ProblemLog, StatusFile, RunFiles):
+            if not any(isinstance(callback, files) for callback in self.callbacks):
+                self.callbacks.insert(first_saving, files())
         for index, callback in enumerate(self.callbacks):
             if callback in user_callbacks:
                 continue
@@ -479,6 +495,8 @@ class Trainer(RLTrainer):
                 should_save = not self.fast_dev_run
                 self.callbacks[index] = ModelCheckpoint(save_last=should_save, save_on_exception=should_save)
         saving = [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+        for callback in saving:
+            keep_slashes_out(callback)
         if saving and not self.fast_dev_run and not any(isinstance(item, TimedCheckpoint) for item in saving):
             self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
@@ -516,8 +534,12 @@ class Trainer(RLTrainer):
                 versions[root] = logger.version
                 _ = logger.experiment  # CSVLogger's warns about other loggers' files
         for callback in self.checkpoint_callbacks if self.state.fn == TrainerFn.FITTING else ():
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath and "://" not in str(callback.dirpath):
+            if not isinstance(callback, ModelCheckpoint) or "://" in str(callback.dirpath):
+                continue
+            if callback.dirpath:
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
+            elif not self.loggers:  # the runs' checkpoints have no folder of their own
+                self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
 
     def _is_created(self, log_dir: Path) -> bool:
         """Creates a run's folder; returns False if it exists."""

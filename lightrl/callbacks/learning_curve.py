@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.callbacks.loggers import warn_of_errors
 from lightrl.callbacks.rl_callback import RLCallback
@@ -83,11 +84,11 @@ class LearningCurve(RLCallback):
 
     If the reward reports no `accuracy`, it draws the held-out reward.
 
-    When `fit` ends, normally or by Ctrl-C, it writes `learning_curve.png` to the run's folder and, if no CSVLogger
-    writes the metrics, the plotted numbers to `learning_curve.csv`. It sends the image to Weights & Biases, MLflow and
-    TensorBoard. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a resumed run
-    draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that checkpoints stop
-    growing.
+    When `fit` ends, normally or by Ctrl-C or SIGTERM, it writes `learning_curve.png` to the run's folder and, if no
+    CSVLogger writes the metrics, the plotted numbers to `learning_curve.csv`. It sends the image to Weights & Biases,
+    MLflow and TensorBoard. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a
+    resumed run draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that
+    checkpoints stop growing.
 
     A held-out value at iteration i is of the weights after i iterations; `num_sanity_val_steps=-1` adds the one before
     training, at 0. A run without the metrics of `RolloutMetrics` and validation has no image.
@@ -126,7 +127,7 @@ class LearningCurve(RLCallback):
         self._finish(trainer, pl_module)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt):
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self._finish(trainer, pl_module)
 
     def state_dict(self) -> JsonObject:

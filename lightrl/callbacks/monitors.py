@@ -1,20 +1,26 @@
 """Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
 A name close to one that every run logs causes a warning before the run starts. The error follows once all names are
-known: after the sanity check, or after one iteration.
+known: after the sanity check, one iteration or the first validation. A metric that is never checked causes a warning.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.printable import did_you_mean
 
 if TYPE_CHECKING:
     import lightning as L
 
+    from lightrl.module import RLModule
+    from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -29,7 +35,49 @@ ALWAYS_LOGGED = frozenset(
     }.items()
     for name in names.split()
 )
+LATER = ("staleness/", "sync/", "time/")  # prefixes of metrics that the first iteration may not log yet
 _NEAR = 0.85  # difflib's ratio; 1 for equal names
+
+
+class MonitorCheck(RLCallback):
+    """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
+
+    def __init__(self) -> None:
+        self._groups: list[Group] = []  # of the first iterations
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._groups = []
+        if trainer.is_global_zero:
+            warn_of_unchecked(trainer)
+
+    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        check_monitors(trainer, "val/")
+
+    def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
+        self._groups = groups
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        if not (trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._groups):
+            return
+        if are_names_known(trainer, pl_module):  # the first iteration has logged its metrics
+            upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
+            checked = ("val/",) if trainer.num_sanity_val_steps else ()
+            check_monitors(trainer, "", except_for=(*LATER, *checked), upcoming=upcoming)
+        else:
+            check_monitors(trainer, "rollout/", "policy/")
+
+    @staticmethod
+    def before_start(trainer: L.Trainer) -> None:
+        """Warns about monitored names that look mistyped, before models are loaded."""
+        warn_of_monitors(trainer)
+
+    @staticmethod
+    def explain(trainer: L.Trainer, error: Exception) -> None:
+        """Raises a clearer ValueError if Lightning raised `error` because a monitored metric is not logged."""
+        if "conditioned on metric" in str(error) or "could not find the monitored key" in str(error):
+            check_monitors(trainer, "")
 
 
 def warn_of_monitors(trainer: L.Trainer) -> None:
@@ -41,16 +89,20 @@ def warn_of_monitors(trainer: L.Trainer) -> None:
             log.warning(text, name, monitor, hint)
 
 
-def check_monitors(trainer: L.Trainer, *prefixes: str, upcoming: Collection[str] = ()) -> None:
+def check_monitors(
+    trainer: L.Trainer, *prefixes: str, except_for: tuple[str, ...] = (), upcoming: Collection[str] = ()
+) -> None:
     """Raises ValueError if a callback or scheduler waits for a metric with one of these prefixes that is not logged.
 
     Args:
-        prefixes: prefixes of the metrics that have been logged, for example `val/`.
+        prefixes: prefixes of the metrics that have been logged, for example `val/`; "" for all.
+        except_for: prefixes of metrics that may be logged later.
         upcoming: metrics that will be logged.
     """
-    logged = {*trainer.callback_metrics, *upcoming}
+    logged = {*trainer.callback_metrics, *upcoming, "epoch", "step"}  # ModelCheckpoint adds the last two
     for name, monitor in _monitors(trainer):
-        if monitor.startswith(prefixes) and monitor not in logged:
+        is_logged = monitor in logged or monitor.rpartition("/")[0] in upcoming  # val/reward/LABEL
+        if monitor.startswith(prefixes) and not (is_logged or monitor.startswith(except_for)):
             hint = did_you_mean(monitor, logged, num=1)
             names = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
             raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {names}.")
@@ -69,6 +121,42 @@ def are_names_known(trainer: Any, module: Any) -> bool:
     classes = [type(module), *map(type, trainer.callbacks)]
     has_user_code = any(not cls.__module__.startswith(("lightrl.", "lightning.")) for cls in classes)
     return not has_user_code and not module.validation_metrics
+
+
+def warn_of_unchecked(trainer: Any) -> None:
+    """Warns about callbacks that never check their metric, because no validation or save is due until the run ends."""
+    length, every = trainer.num_training_batches, trainer.check_val_every_n_epoch
+    max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
+    lasts = [
+        *([trainer.max_steps] if trainer.max_steps > 0 else []),
+        *([max_epochs * length] if max_epochs > 0 else []),
+    ]
+    last = min(lasts, default=math.inf)
+    left = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
+    at, why = trainer.val_check_batch, ""  # `at` is None for an interval of time
+
+    def is_due(step: int) -> bool:
+        epoch, batch = divmod(step - 1, length)
+        return bool(step % at == 0 if every is None else (epoch + 1) % every == 0 and (batch + 1) % at == 0)
+
+    is_read = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None  # not yet, if an epoch has none
+    if not trainer.enable_validation or (is_read and not sum(trainer.num_val_batches)):
+        why = "the run has no validation. Set data.validation, and trainer.limit_val_batches above 0"
+    elif left and at not in (None, math.inf) and not any(map(is_due, left)):
+        why = f"the run ends after iteration {int(last)}, before a validation. Lower trainer.val_check_interval"
+    for item in trainer.callbacks:
+        name, monitor, reason = type(item).__name__, getattr(item, "monitor", None), ""
+        if isinstance(item, EarlyStopping):
+            is_late = bool(left) and left[-1] <= math.ceil(left[0] / length) * length
+            late = "it checks at the end of an epoch, and the run ends with or before the first. Validate more often"
+            reason = why if not item._check_on_train_epoch_end else late if is_late else ""
+        elif isinstance(item, ModelCheckpoint) and monitor is not None:
+            steps = item._every_n_train_steps
+            reason = why if monitor.startswith("val/") else ""
+            if left and steps > 0 and not any(step % steps == 0 for step in left):
+                reason = f"every_n_train_steps={steps}, but the run ends after iteration {int(last)}. Lower it"
+        if reason:
+            log.warning("%s never checks %s: %s.", name, monitor, reason)
 
 
 def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torchmetrics import Metric
 
-from lightrl.callbacks.monitors import are_names_known, check_monitors, names_of_validation
 from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
@@ -73,6 +73,7 @@ class RolloutMetrics(RLCallback):
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._is_resumed = False  # the first groups were generated before this fit
+        self._validated_at: int | None = None  # the iteration after which a fit has validated last
         self._overlapped_s: float | None = None  # from the end of the last rollout to the end of this one
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -83,6 +84,18 @@ class RolloutMetrics(RLCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._is_resumed, self._rollout_ended_s = trainer.global_step > 0, None
+        epoch_loop = trainer.fit_loop.epoch_loop
+        if trainer.fit_loop.restarting:
+            total: Any = epoch_loop.batch_progress.total
+            total.ready = total.started = total.processed  # Lightning would count an interrupted iteration twice
+            if self._validated_at not in (None, trainer.global_step):
+                # Lightning would skip a validation that was due when the checkpoint was saved
+                epoch_loop.val_loop.batch_progress.reset_on_run()
+                epoch_loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._validated_at = trainer.global_step
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
         self._num_loss_tokens = 0
@@ -98,18 +111,6 @@ class RolloutMetrics(RLCallback):
         now = time.monotonic()
         self._overlapped_s = None if self._rollout_ended_s is None else now - self._rollout_ended_s
         self._rollout_ended_s = now
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
-    ) -> None:
-        if trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._rollout_ended_s is not None:
-            check_monitors(trainer, "rollout/", "policy/")  # the first iteration has logged its metrics
-            if trainer.num_sanity_val_steps == 0 and are_names_known(trainer, pl_module):
-                upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
-                check_monitors(trainer, "val/", upcoming=upcoming)
-
-    def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        check_monitors(trainer, "val/")
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)
@@ -193,10 +194,11 @@ class RolloutMetrics(RLCallback):
         _log(pl_module, values)
 
     def state_dict(self) -> JsonObject:
-        return {"num_flat_iterations": self._num_flat_iterations}
+        return {"num_flat_iterations": self._num_flat_iterations, "validated_at": self._validated_at or 0}
 
     def load_state_dict(self, state_dict: JsonObject) -> None:
         self._num_flat_iterations = state_dict["num_flat_iterations"]
+        self._validated_at = state_dict.get("validated_at")
 
 
 class MeansSince:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import socket
 import time
 from collections import Counter
@@ -196,7 +197,8 @@ class StatusFile(RLCallback):
         engine: RolloutEngine | None = getattr(trainer, "engine", None)
         servers = [] if engine is None else engine.server_states()
         now: dict[str, object] = {"at": time.time(), "max_steps": trainer.max_steps, "servers": servers}
-        now |= {"iteration": cast("RLTrainer", trainer).iteration, "weight_version": engine and engine.weight_version}
+        now |= {"iteration": cast("RLTrainer", trainer).iteration, "num_finished": trainer.global_step}
+        now["weight_version"] = engine and engine.weight_version
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._content | now, indent=1))
@@ -282,6 +284,19 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         package = record.name.split(".")[1] if "." in record.name else ""
         self._target.add(_SOURCES.get(package, "trainer"), record.levelname.lower(), record.getMessage())
+
+
+def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
+    """Makes `{val/reward}` in a file name insert `val_reward=0.5`; Lightning would make a folder `val`."""
+    names = {
+        "filename": checkpoint.filename or "{epoch}-{step}",
+        "CHECKPOINT_NAME_LAST": checkpoint.CHECKPOINT_NAME_LAST,
+    }
+    if checkpoint.auto_insert_metric_name and any(re.search(r"\{[^}:]*/", name) for name in names.values()):
+        checkpoint.auto_insert_metric_name = False
+        for attribute, name in names.items():
+            shown = re.sub(r"\{([^}:]*)", lambda match: f"{match[1].replace('/', '_')}={{{match[1]}", name)
+            setattr(checkpoint, attribute, shown)
 
 
 class TimedCheckpoint(ModelCheckpoint):

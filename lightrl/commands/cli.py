@@ -21,7 +21,6 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import Path_fr
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import (
     LightningArgumentParser,
     LightningCLI,
@@ -34,14 +33,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.loggers import log_settings
-from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, contents
+from lightrl.callbacks.run_files import contents
 from lightrl.checks.entry_points import entry_point
-from lightrl.checks.files import nearest_files
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import TextParser, check_empty_sections, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, joined, keep_texts, to_plain, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
-from lightrl.loops.resume import by_path
 from lightrl.models.optimizer import parameter_groups
 from lightrl.module import RLModule, TrainedModule
 from lightrl.trainer import Trainer
@@ -50,9 +47,6 @@ from lightrl.trajectory import Group, encode_json
 log = logging.getLogger(__name__)
 
 _Level = Literal["debug", "info", "warning", "error"]
-# Settings that identify an experiment. A run must not continue from a checkpoint of a run with other values.
-_IDENTITY = ("seed_everything", "model.class_path", "model.policy", "data.class_path", "data.train")
-FROM_START = "The run starts from the beginning."
 
 
 class ConfigParser(TextParser, LightningArgumentParser):
@@ -107,11 +101,10 @@ class LightRLCLI(LightningCLI):
             }
             for name in self.subcommands()
         }
-        bottleneck = entry_point("bottleneck")()
         super().__init__(
             trainer_class=Trainer,
             parser_class=ConfigParser,
-            trainer_defaults={"callbacks": [*callbacks, RunFiles(), StatusFile(), ProblemLog(), bottleneck]},
+            trainer_defaults={"callbacks": [*callbacks, entry_point("bottleneck")()]},
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
@@ -207,6 +200,7 @@ class LightRLCLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Defers building `optimizer` and `lr_scheduler`, since an RLModule creates its parameters late."""
         parsed = self.config[self.config.subcommand]
+        self.trainer.settings = _plain(without_secrets(parsed).as_dict())
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)
         settings = self.config_init[self.config.subcommand]
         optimizer, scheduler = settings.get("optimizer"), settings.get("lr_scheduler")
@@ -217,39 +211,6 @@ class LightRLCLI(LightningCLI):
         module_name, note = type(self.model).__name__, "" if scheduler else ", with the model's warm-up and lr_decay"
         log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], module_name, note)
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
-
-    def before_fit(self) -> None:
-        """Replaces `ckpt_path: last` with this experiment's newest checkpoint, which another run has saved."""
-        settings = self.config_init[self.config.subcommand]
-        if (ckpt_path := settings.get("ckpt_path")) is None:
-            return
-        if ckpt_path == "last":
-            for callback in self.trainer.callbacks:
-                if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                    last_files = list(Path(callback.dirpath).glob(f"{callback.CHECKPOINT_NAME_LAST}*.ckpt"))
-                    check_links(last_files)
-                    if not last_files and self.config.subcommand == "fit":
-                        log.warning("ckpt_path=last: %s has no last*.ckpt. %s", callback.dirpath, FROM_START)
-                        settings["ckpt_path"] = None
-                    return  # Lightning finds it, since all runs share this folder
-            folder, run_settings = run_folder(self.trainer), _plain(self.config[self.config.subcommand].as_dict())
-            newest = last_checkpoint(folder, run_settings, is_fit=self.config.subcommand == "fit")
-            if newest is not None:
-                log.info("ckpt_path=last is %s. This run writes to a new folder.", newest)
-                settings["ckpt_path"] = str(newest)
-            elif self.config.subcommand == "fit":
-                settings["ckpt_path"] = None if folder is not None else "last"  # without a folder, Lightning searches
-            else:
-                raise UsageError(
-                    "ckpt_path=last: no earlier run of this experiment has a last.ckpt. Pass the path of a checkpoint."
-                )
-        elif ckpt_path not in ("best", "hpc") and ":" not in ckpt_path and not Path(ckpt_path).exists():
-            raise UsageError(
-                f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. "
-                f"{nearest_files(Path(ckpt_path), '.ckpt')}"
-            )
-
-    before_validate = before_test = before_predict = before_fit
 
     def fit(self, **kwargs: Any) -> None:
         """Trains; on a GPU, first chooses the settings that depend on GPU memory."""
@@ -286,7 +247,6 @@ class SaveRunConfig(SaveConfigCallback):
         for name, value in self.config.items():
             if public.get(name) != value:
                 log.info("config.yaml omits the secrets in %s. Pass them again when you use that file.", name)
-        cast(Trainer, trainer).settings = settings = _plain(public.as_dict())
         if not trainer.loggers or (folder := trainer.log_dir) is None or not trainer.is_global_zero:
             return
         text = self.parser.dump(self.config, skip_none=False)  # still has secrets, which the parser may require
@@ -297,7 +257,7 @@ class SaveRunConfig(SaveConfigCallback):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
         if trainer.enable_autolog_hparams:
-            log_settings(trainer.loggers, settings, text)
+            log_settings(trainer.loggers, cast(Trainer, trainer).settings or {}, text)
 
 
 def _plain(value: Any) -> Any:
@@ -354,60 +314,3 @@ def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler:
 def run(args: Sequence[str], descriptions: Mapping[str, str] | None = None) -> int:
     """Runs one command; returns 0 on success, 1 if the run failed, 2 if the command line or config is wrong."""
     return reported(lambda callbacks: LightRLCLI(args, callbacks=callbacks, descriptions=descriptions).exit_code)
-
-
-def last_checkpoint(folder: Path | None, settings: Mapping[str, object], *, is_fit: bool = True) -> Path | None:
-    """Returns the newest last.ckpt of the same experiment, in `folder` or a sibling; if there is none, logs why.
-
-    Args:
-        settings: the settings of this run, as in a config.yaml.
-        is_fit: whether seed and data must match too; validation may use a different split or file.
-    """
-    if folder is None:
-        return None
-    saved = folder.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt")
-    others, broken_links = [], []
-    for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
-        difference = _difference(checkpoint.parent.parent / "config.yaml", settings, is_fit=is_fit)
-        if difference is not None:
-            others.append(f"{checkpoint} ({difference})")
-        elif checkpoint.exists():
-            return checkpoint
-        else:
-            broken_links.append(checkpoint)
-    check_links(broken_links)
-    reason = f"{folder.parent} has no checkpoint of an earlier run."
-    if others:
-        reason = (
-            f"{folder.parent} has checkpoints of other experiments only. The newest is {others[0]}. To continue from "
-            "it, pass its path as ckpt_path."
-        )
-    log.warning("ckpt_path=last: %s %s", reason, FROM_START if is_fit else "")
-    return None
-
-
-def check_links(checkpoints: Sequence[Path]) -> None:
-    """Raises UsageError if there are checkpoints and all of them are links to missing files."""
-    if checkpoints and not any(path.exists() for path in checkpoints):
-        raise UsageError(
-            f"ckpt_path=last: {checkpoints[0]} is a link to {checkpoints[0].readlink()}, which does not exist. Pass "
-            "the path of another checkpoint, or remove the link to start from the beginning."
-        )
-
-
-def _difference(config: Path, settings: Mapping[str, object], *, is_fit: bool) -> str | None:
-    """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
-    try:
-        saved = yaml.safe_load(config.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(saved, Mapping):
-        return None
-    then, now = by_path(saved), by_path(settings)
-    if isinstance(then.get("seed_everything"), bool) or isinstance(now.get("seed_everything"), bool):  # random seed
-        then["seed_everything"] = now["seed_everything"] = None
-    for section in _IDENTITY if is_fit else [name for name in _IDENTITY if name.startswith("model")]:
-        for name in dict.fromkeys([*then, *now]):
-            if f"{name}.".startswith(f"{section}.") and then.get(name) != now.get(name):
-                return f"its {name} is {then.get(name)!r:.80}, this run has {now.get(name)!r:.80}"
-    return None

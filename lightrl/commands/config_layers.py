@@ -95,11 +95,14 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
-                origins = dict.fromkeys((name[2:], f"{name[2:]}.class_path"), ON_COMMAND_LINE)
+                if value == "--":  # argparse would make an empty list of it
+                    raise UsageError(f"{name} needs a value, got --.")
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
+                paths = [f"{name[2:]}.class_path", *(path for path, _ in walk(loaded, name[2:]))]
+                origins = dict.fromkeys(paths, ON_COMMAND_LINE)
                 yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:

@@ -205,8 +205,6 @@ def silence_irrelevant() -> None:
     libraries = r"(lightning|torch|transformers|datasets|huggingface_hub|jsonargparse|peft)(\.|$)"
     for kind in (FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=kind, module=libraries)
-    # always true: each run, even a resumed one, saves its best checkpoints in a new folder
-    warnings.filterwarnings("ignore", r"The dirpath has changed from", UserWarning)
     # Lightning 2.6.6 uses names that jsonargparse 4.49 renamed
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     # MLflow shows a progress bar for each table that it appends to

@@ -26,6 +26,7 @@ from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.plan import (
     USABLE_FRACTION,
+    Misfit,
     PlannedRun,
     UnknownMemory,
     bytes_text,
@@ -46,7 +47,8 @@ Shows the calls of an iteration with their inputs and outputs, models and device
 Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if memory is too
 small. If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in
 1e9 bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
-(lightrl fit --help), but loads no weights and starts nothing.
+(lightrl fit --help), but loads no weights and starts nothing. The exit code is 1 if the memory is too small, 2 if a
+setting is wrong.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -84,7 +86,9 @@ class PlanCLI(LaunchedCLI):
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
         try:
-            costs = costs_text(self._planned(reads_models=True), device_bytes)
+            run = self._planned(reads_models=True)
+            found = [] if device_bytes is None else list(misfits(run, device_bytes))
+            self.exit_code, costs = int(bool(found)), costs_text(run, device_bytes, found)
         except UnknownMemory as error:
             costs = f"{_batches_text(self._planned(reads_models=False))}\n\n{error}"
         except ValueError as error:
@@ -167,10 +171,10 @@ def run(args: Sequence[str]) -> int:
     return reported(lambda callbacks: PlanCLI(["fit", *args], callbacks=callbacks).exit_code)
 
 
-def costs_text(run: PlannedRun, device_bytes: float | None) -> str:
+def costs_text(run: PlannedRun, device_bytes: float | None, found: Sequence[Misfit]) -> str:
     """Formats all tables, and says whether the run fits into the memory of each device."""
     engine = _engine_text(run, device_bytes)
-    parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes)]
+    parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes, found)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -236,12 +240,12 @@ def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str
     return [("run at once", f"{num:,}", text)] if num < total else []
 
 
-def _fit_text(run: PlannedRun, device_bytes: float | None) -> str:
+def _fit_text(run: PlannedRun, device_bytes: float | None, found: Sequence[Misfit]) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not fit and what to change."
     lines = [
         line
-        for misfit in misfits(run, device_bytes)
+        for misfit in found
         for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     ]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"

@@ -22,7 +22,7 @@ from jsonargparse import DefaultHelpFormatter
 
 from lightrl.checks.printable import count_text
 from lightrl.commands.config_errors import TextParser, explain
-from lightrl.commands.config_layers import UsageError, UserSettings, joined, to_plain
+from lightrl.commands.config_layers import ClassOrText, UsageError, UserSettings, joined, to_plain
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
@@ -35,7 +35,7 @@ from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.sglang import SGLangProcess
 from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
-from lightrl.models import ModelSpec
+from lightrl.models import ModelSpec, Role
 from lightrl.trajectory import JsonMapping
 from lightrl.weights import block_fp8
 
@@ -220,13 +220,13 @@ def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
 
 
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns the policy and engine settings of run configs; later configs win, and `engine_flag` sets the engine."""
-    policy: Any = None
+    """Returns the policy and engine settings of run configs; later ones add to them, `engine_flag` sets the engine."""
+    merged = UserSettings.read([word for config in configs for word in ("--config", config)])
+    policy = _section(merged, "model", "init_args").get("policy")
     settings: dict[str, Any] = {}
     server_args: dict[str, dict[str, Any]] = {}  # kind of engine → its arguments
-    for config in configs:
-        content = UserSettings.read(["--config", config])
-        policy = _section(content, "model", "init_args").get("policy", policy)
+    for config, text in merged.files.items():  # a file may be a pipe, which can be read only once
+        content = UserSettings(text.settings, text.origins)
         engine = _section(content, "trainer").get("engine")
         engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
@@ -257,6 +257,11 @@ def model_of(policy: Any) -> ModelSpec:
     if not isinstance(policy, dict):
         return ModelSpec.of(policy)
     values = policy.get("init_args", policy) if "class_path" in policy else policy
+    if isinstance(path := values.get("class_path"), ClassOrText):  # a path to which a later config added settings
+        added = {name: value for name, value in values.items() if name != "class_path"}
+        inner = added.pop("model", {})
+        role = {item.name for item in dataclasses.fields(Role)}
+        values = {"path": str(path), **inner, **{name: added[name] for name in added if name not in role}}
     if "model" in values:  # the policy is a Role
         return model_of(values["model"])
     names = [item.name for item in dataclasses.fields(ModelSpec)]

@@ -52,7 +52,9 @@ def _run_lines(path: Path) -> Iterator[tuple[str, str]]:
     state = f"{duration} ago" if is_over else f"for {duration} ({_freshness(status, now)})"
     yield "phase", f"{status['phase']}{progress}, {state}"
     total = f" of {status['max_steps']}" if status["max_steps"] > 0 else ""
-    yield "iteration", f"{status['iteration']}{total}; weight version {status['weight_version']}"
+    iteration, finished = status["iteration"], status["num_finished"]
+    unfinished = "" if iteration == finished else f", {finished} finished"
+    yield "iteration", f"{iteration}{total}{unfinished}; weight version {status['weight_version']}"
     for number, server in enumerate(status["servers"]):
         reason = f" ({server['reason']})" if server["reason"] else ""
         text = f"version {server['weight_version']}, {count_text(server['num_requests'], 'request')}"

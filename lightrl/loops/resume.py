@@ -13,27 +13,35 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from lightrl.checks.files import nearest_files
 from lightrl.checks.printable import duration_text
 from lightrl.checks.secret_settings import is_secret, without_secrets
+from lightrl.data import PromptDataModule
 from lightrl.errors import LightRLError
 from lightrl.loops.update import GradientGuard
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import FSDP2Strategy, is_on_all_ranks, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies.checkpoint.folder import META_FILE
 from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_optimizers
 
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
 OptimizerSettings = list[list[Settings]]  # for each optimizer and each of its groups: numbers by name
+
+# Settings that identify an experiment. A run must not continue from a checkpoint of a run with other values.
+_IDENTITY = ("model.class_path", "model.class", "model.policy")
+_FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class", "data.train")
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
@@ -47,7 +55,14 @@ def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
         kinds: Any = type(module).__mro__
         names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
         of_module = {name: value for name, value in vars(module).items() if name in names}
-        settings = {"model": of_module, "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}}
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]  # of Lightning
+        sources = data.sources["train"] if isinstance(data, PromptDataModule) else ()
+        settings = {
+            "seed_everything": trainer.run_seed,
+            "model": {**of_module, "class": type(module).__qualname__, "policy": getattr(module, "policy_role", None)},
+            "trainer": {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs},
+            "data": {} if data is None else {"class": type(data).__qualname__, "train": [i.source for i in sources]},
+        }
     given = by_path({name: value for name, value in settings.items() if name not in ("config", "ckpt_path")})
     numbers = [pair for groups in optimizers[:1] for pair in groups[0].items() if pair[0] != "is_scheduled"]
     others = by_path({f"optimizer.{name}": value for name, value in numbers if f"model.{name}" not in given})
@@ -143,7 +158,10 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps the numbers that `configure_optimizers` set (`lr`: the initial rate), before a checkpoint is loaded."""
+        """Keeps this fit's settings, with the numbers that `configure_optimizers` set, before a checkpoint is loaded.
+
+        `lr` is the initial rate.
+        """
         self._optimizers = [
             [
                 {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -152,11 +170,11 @@ class Resume:
             ]
             for optimizer in self.trainer.optimizers
         ]
+        self._settings = settings_of(self.trainer, self._optimizers)
 
     def apply_settings(self) -> None:
         """Reports which settings differ from the checkpoint's, and applies this fit's settings to the optimizers."""
         saved, self._saved = self._saved, {}
-        self._settings = settings_of(self.trainer, self._optimizers)
         if changed := changes(saved.get("settings", {}), self._settings):
             is_only_longer = all(change.startswith("trainer.max_") for change in changed)
             level = logging.INFO if is_only_longer else logging.WARNING
@@ -243,6 +261,26 @@ class CheckpointConnector(_CheckpointConnector):
         super().__init__(trainer)
         self._resume = resume
 
+    def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+        """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
+        if ckpt_path == "last":
+            ckpt_path = last_checkpoint(cast(RLTrainer, self.trainer), is_fit=state_fn == TrainerFn.FITTING)
+            if ckpt_path is None:
+                return None
+        elif ckpt_path == "best":
+            ckpt_path = getattr(self.trainer.checkpoint_callback, "best_model_path", None)
+            if not ckpt_path:
+                raise ValueError(
+                    "ckpt_path=best: this trainer has saved no checkpoint in a fit of its own, and knows only those. "
+                    "Pass the path of a checkpoint, or last."
+                )
+        elif ckpt_path not in (None, "hpc") and ":" not in str(ckpt_path) and not Path(ckpt_path).exists():
+            raise ValueError(
+                f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. "
+                f"{nearest_files(Path(ckpt_path), '.ckpt')}"
+            )
+        return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+
     def restore_model(self) -> None:
         module = self.trainer.lightning_module
         is_split = isinstance(self.trainer.strategy, FSDP2Strategy)
@@ -265,6 +303,79 @@ class CheckpointConnector(_CheckpointConnector):
             super().restore_optimizers()
         else:
             load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)
+
+
+def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
+    """Returns the newest last.ckpt of ModelCheckpoint's dirpath or, without one, of the runs of the same experiment.
+
+    Without one, a fit logs why and gets None.
+
+    Raises:
+        ValueError: if the checkpoints are links to missing files or, unless it is a fit, if there is none.
+    """
+    saving: list[Any] = [*trainer.checkpoint_callbacks]
+    named = {(item.dirpath, item.CHECKPOINT_NAME_LAST) for item in saving if getattr(item, "dirpath", None)}
+    log_dir = Path(trainer.log_dir or ".")
+    if any("://" in folder for folder, _ in named):
+        return "last"  # Lightning finds it
+    is_shared = bool(named) or not trainer.loggers  # by all runs
+    if is_shared:
+        named = named or {(f"{trainer.default_root_dir}/checkpoints", ModelCheckpoint.CHECKPOINT_NAME_LAST)}
+        saved = [path for folder, name in named for path in Path(folder).glob(f"{name}*.ckpt")]
+    else:
+        saved = list(log_dir.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt"))
+    where, newer = ", ".join({folder for folder, _ in named}) or log_dir.parent, ""
+    settings, broken_links = settings_of(trainer, []), []
+    for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
+        if not checkpoint.exists():
+            broken_links.append(checkpoint)
+        elif is_shared or not (difference := _difference(_saved_settings(checkpoint), settings, is_fit=is_fit)):
+            if not is_shared:
+                log.info("ckpt_path=last is %s. This run writes to a new folder.", checkpoint)
+            return str(checkpoint)
+        else:
+            newer = newer or f"{checkpoint} ({difference})"
+    if broken_links:
+        raise ValueError(
+            f"ckpt_path=last: {broken_links[0]} is a link to {broken_links[0].readlink()}, which does not exist. Pass "
+            "the path of another checkpoint, or remove the link to start from the beginning."
+        )
+    reason = f"ckpt_path=last: {where} has no last*.ckpt of an earlier run."
+    if newer:
+        reason = (
+            f"ckpt_path=last: {where} has checkpoints of other experiments only. The newest is {newer}. To continue "
+            "from it, pass its path as ckpt_path."
+        )
+    if not is_fit:
+        raise ValueError(f"{reason} Pass the path of a checkpoint.")
+    log.warning("%s The run starts from the beginning.", reason)
+    return None
+
+
+def _saved_settings(checkpoint: Path) -> Settings:
+    """Returns a checkpoint's settings without reading its tensors; {} if they are unknown."""
+    file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        settings: Settings = saved["loops"]["fit_loop"]["epoch_loop.automatic_optimization.state_dict"]["settings"]
+    except Exception:  # noqa: BLE001  # whatever is wrong with the file, loading it says so
+        return {}
+    return settings
+
+
+def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
+    """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
+    has_random_seed = any(settings.get("seed_everything") is True for settings in (then, now))
+    for section in _FIT_IDENTITY if is_fit else _IDENTITY:
+        old, new = (
+            {name: value for name, value in settings.items() if f"{name}.".startswith(f"{section}.")}
+            for settings in (then, now)
+        )
+        if old and new and not (has_random_seed and section == "seed_everything"):
+            for name in dict.fromkeys([*old, *new]):
+                if old.get(name) != new.get(name):
+                    return f"its {name} is {old.get(name)!r:.80}, this run has {new.get(name)!r:.80}"
+    return None
 
 
 def check_resume(trainer: RLTrainer) -> None:

@@ -12,6 +12,7 @@ May import: everything up to trainer.
 
 from lightrl.plan.costs import USABLE_FRACTION
 from lightrl.plan.memory import (
+    Misfit,
     PlannedRun,
     UnknownMemory,
     bytes_text,
@@ -27,6 +28,6 @@ from lightrl.plan.memory import (
 )
 from lightrl.plan.planned_run import TrainerSettings, planned, use_estimate
 
-__all__ = ["USABLE_FRACTION", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text", "decoding_rows"]
-__all__ += ["engine_memory", "memory_line", "misfits", "num_devices", "planned", "rank_memories", "ranks_text"]
-__all__ += ["role_cost", "rows_of", "use_estimate"]
+__all__ = ["USABLE_FRACTION", "Misfit", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text"]
+__all__ += ["decoding_rows", "engine_memory", "memory_line", "misfits", "num_devices", "planned", "rank_memories"]
+__all__ += ["ranks_text", "role_cost", "rows_of", "use_estimate"]

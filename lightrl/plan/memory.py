@@ -355,7 +355,10 @@ def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
 
 
 def _fix(run: PlannedRun, index: int, usable: float) -> str:
-    """Returns the first change of settings that makes the ranks of `rank_memories(run)[index]` fit."""
+    """Returns the first change of settings that makes the ranks of `rank_memories(run)[index]` fit.
+
+    If no setting is enough, returns the smallest number of devices, with the settings that need the fewest.
+    """
     rank = rank_memories(run)[index].ranks.start
 
     def fits(changed: PlannedRun) -> bool:
@@ -371,13 +374,16 @@ def _fix(run: PlannedRun, index: int, usable: float) -> str:
     if all(role.ranks == range(run.world) for role in run.roles):
         policy = run.roles[0]
         strategy = "trainer.strategy to FSDP2Strategy" if run.layout == "whole" else ""
-        worlds = range(2 * run.world, _MAX_RANKS + 1, run.world)
+        worlds, fix = range(2 * run.world, _MAX_RANKS + 1, run.world), ""
         for settings, changed in _strategy_changes(replace(run, layout="FSDP2") if strategy else run):
             resized = functools.partial(changed.over, pp=policy.pp, tp=policy.tp)
             if worlds and fits(resized(worlds[-1])):
                 world = next(world for world in worlds if fits(resized(world)))
+                worlds = range(2 * run.world, world, run.world)  # a setting is cheaper than devices
                 devices = f"trainer.devices · trainer.num_nodes to at least {world}"
-                return f"set {' and '.join(filter(None, (strategy, settings, devices)))}"
+                fix = f"set {' and '.join(filter(None, (strategy, settings, devices)))}"
+        if fix:
+            return fix
     return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
 
 

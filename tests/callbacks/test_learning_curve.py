@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from scripted_run import ScriptedTrainer, ValidatedModule, batches
 
 from lightrl.callbacks.learning_curve import LearningCurve, Points, draw_learning_curve
@@ -85,10 +86,11 @@ def test_the_numbers_of_a_resumed_run_hold_all_of_it(tmp_path: Path) -> None:
     assert repr(after.state_dict()) == repr(whole.state_dict())
 
 
-def test_ctrl_c_leaves_the_image_of_what_was_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SIGTERMException], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interruption_leaves_the_image_of_what_was_done(interruption: type[BaseException], tmp_path: Path) -> None:
     def interrupt(iteration: int) -> list[Group]:
         if iteration == 3:
-            raise KeyboardInterrupt
+            raise interruption
         return one_group(iteration)
 
     with pytest.raises(SystemExit):

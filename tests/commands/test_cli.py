@@ -5,7 +5,6 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -19,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from parsed import parsed
 
 import lightrl
-from lightrl.commands.cli import last_checkpoint
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported, silence_irrelevant
 from lightrl.commands.main import COMMANDS, main
@@ -222,43 +220,6 @@ def test_fast_dev_run_leaves_no_files(settings, config):
     name = config(settings)
     assert main(["fit", "--config", name]) == 0
     assert [path.name for path in Path.cwd().iterdir()] == [name]
-
-
-def test_the_newest_last_checkpoint_counts_and_a_half_written_one_does_not(tmp_path):
-    for age, name in enumerate(["version_2/checkpoints/last.ckpt", "version_10/checkpoints/last.ckpt.tmp"]):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True)
-        path.touch()
-        os.utime(path, (age, age))
-    assert last_checkpoint(tmp_path / "version_11", {}) == tmp_path / "version_2/checkpoints/last.ckpt"
-    assert last_checkpoint(tmp_path / "else" / "version_0", {}) is None
-
-
-def test_a_last_checkpoint_that_is_a_link_to_nothing_is_refused_unless_there_is_another(tmp_path):
-    link, other = (tmp_path / f"version_{version}/checkpoints/last.ckpt" for version in (0, 1))
-    link.parent.mkdir(parents=True)
-    link.symlink_to("gone.ckpt")
-    with pytest.raises(UsageError, match=r"version_0/checkpoints/last.ckpt is a link to gone.ckpt, which"):
-        last_checkpoint(tmp_path / "version_2", {})
-    other.parent.mkdir(parents=True)
-    other.touch()
-    assert last_checkpoint(tmp_path / "version_2", {}) == other
-
-
-def test_last_is_of_the_same_experiment_and_a_newer_neighbor_is_named(tmp_path, caplog):
-    for version, seed in enumerate((0, 1)):
-        place = tmp_path / f"version_{version}" / "checkpoints" / "last.ckpt"
-        place.parent.mkdir(parents=True)
-        place.touch()
-        os.utime(place, (version, version))
-        (place.parent.parent / "config.yaml").write_text(f"seed_everything: {seed}\nmodel: {{class_path: GRPO}}\n")
-    settings = {"seed_everything": 0, "model": {"class_path": "GRPO"}}
-    own, neighbor = (tmp_path / f"version_{version}/checkpoints/last.ckpt" for version in (0, 1))
-    assert last_checkpoint(tmp_path / "version_2", settings) == own
-    assert last_checkpoint(tmp_path / "version_2", settings, is_fit=False) == neighbor  # any seed can be validated
-    assert last_checkpoint(tmp_path / "version_2", settings | {"seed_everything": True}) == neighbor
-    assert last_checkpoint(tmp_path / "version_2", {"seed_everything": 1, "model": {"class_path": "RLOO"}}) is None
-    assert f"{neighbor} (its model.class_path is 'GRPO', this run has 'RLOO')" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,20 @@ TEXTS = ["[strict] be brief", "{question}: {prompt}", "{{ messages }}", "{% for 
 TEXTS += ["# a", "&a", "*a", "1e5", "- a", "a: {b", "[" * 2000, "null and void", "'a'", '"', "!!int 3", "2026-11-29"]
 
 
+def test_two_dashes_are_no_value(settings, config):
+    with pytest.raises(UsageError, match=r"--data.train needs a value, got --\."):
+        LightRLCLI(["fit", "--config", config(settings), "--data.train=--", "--print_config"])
+
+
+def test_a_setting_in_a_mapping_on_the_command_line_is_not_placed_in_a_file(settings, config, capsys):
+    settings["data"]["init_args"] = {"train": {"source": "a.jsonl", "max_rows": 5}, "batch_size": 2}
+    settings["data"]["class_path"] = "PromptDataModule"
+    assert main(["fit", "--config", config(settings), "--data.train", "{source: a.jsonl, max_rows: 0}"]) == 2
+    text = capsys.readouterr().err
+    assert "max_rows (on the command line)" in text
+    assert "run.yaml" not in text
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(text, settings, config, capsys):
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}

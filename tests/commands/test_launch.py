@@ -1,6 +1,7 @@
 """lightrl launch: what it plans of a configuration, and a run of two ranks and a server on this machine."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -42,6 +43,39 @@ def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, ca
     assert run(["--config", config(launched)]) == 2
     assert "needs a `launch:` section" in capsys.readouterr().err
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("allocation", "message"),
+    [
+        ("sglang:d9+d2", "servers=9 with tp=1 needs 9 GPUs"),
+        ("sglang:d1t2+d1", "tp=2 must divide the model's"),
+        ("vllm:d1|d1", "placement=colocated needs SGLangEngine"),
+    ],
+)
+def test_an_allocation_that_does_not_fit_is_named_instead_of_what_it_sets(
+    allocation, message, launched, config, capsys
+):
+    launched["trainer"].pop("engine")
+    launched["launch"] = {"allocation": allocation, "gpus_per_node": 4, "launcher": "slurm"}
+    launched["model"]["init_args"]["policy"]["config"] |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    assert run(["--config", config(launched), "--dry-run"]) == 2
+    text = capsys.readouterr().err
+    assert f"launch.allocation='{allocation}' does not fit: {message}" in text
+    assert not re.search(r"launch\.(servers|ranks|tp|placement)", text)
+
+
+@pytest.mark.parametrize("options", [{"qos": "none"}, {"array": "1-2"}], ids=["sbatch refuses", "launch refuses"])
+def test_a_job_that_was_not_submitted_leaves_no_folder(options, launched, config, capsys, tmp_path, monkeypatch):
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 'Invalid qos specification' >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    launched["launch"] |= {"launcher": "slurm", "options": options}
+    assert run(["--config", config(launched)]) in (1, 2)
+    assert {"qos": "Invalid qos", "array": "cannot be a job array"}[next(iter(options))] in capsys.readouterr().err
+    assert not list(Path("runs").glob("launch-*"))
 
 
 @pytest.mark.parametrize("words", [pytest.param(["--dry-run"], marks=pytest.mark.extra), []], ids=["dry run", "launch"])

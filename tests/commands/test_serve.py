@@ -66,6 +66,13 @@ def engine_file(path, class_path, **server_args):
     return ["--config", write(path, json.dumps({"trainer": {"engine": engine}}))]
 
 
+@pytest.mark.parametrize("policy", ["some/model", {"path": "some/model"}])
+def test_a_later_config_adds_to_the_policy_as_in_a_run(policy, tmp_path):
+    layers = [{"model": {"init_args": {"policy": value}}} for value in (policy, {"dtype": "bfloat16"})]
+    files = [f"--config={write(tmp_path / str(number), json.dumps(layer))}" for number, layer in enumerate(layers)]
+    assert parse(files)["model"] == ModelSpec("some/model", dtype="bfloat16")
+
+
 def test_an_engine_that_is_only_named_is_the_kind_of_the_servers(tmp_path):
     for name in ("VLLMEngine", "lightrl.engines.VLLMEngine"):
         assert parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", name)])["engine"] == "vllm"

@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+import lightrl
 from lightrl.callbacks import run_files
 from lightrl.callbacks.run_files import StatusFile
 from lightrl.commands.main import main
@@ -44,6 +46,14 @@ def test_a_finished_run_shows_its_iterations(settings, config, capsys, monkeypat
     assert "weight version 2" in capsys.readouterr().out
 
 
+def test_a_run_of_plain_python_is_shown_too(tmp_path: Path) -> None:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "limit_val_batches": 0, "max_steps": 2}
+    trainer = lightrl.Trainer(accelerator="cpu", default_root_dir=tmp_path, **quiet)
+    trainer.fit(BoringModel(), datamodule=BoringDataModule())
+    assert re.search("phase +done", status_text(tmp_path))
+    assert "iteration  2 of 2; weight" in status_text(tmp_path)
+
+
 def test_a_failed_run_shows_its_error(settings, config, capsys):
     settings["model"]["init_args"]["reward"] = "tiny_rewards.broken"
     assert main(["fit", "--config", config(settings)]) == 1
@@ -55,12 +65,12 @@ def test_a_run_whose_process_is_gone_is_not_taken_for_a_slow_one(tmp_path):
     server = {"url": "http://node2:30000", "state": "lost", "weight_version": 6, "num_requests": 0,
               "outstanding_tokens": 0, "reason": "connection refused"}  # fmt: skip
     status = {"phase": "update", "since": time.time() - 300, "at": time.time() - 240, "progress": "3 of 8 minibatches",
-              "iteration": 7, "max_steps": -1, "weight_version": 7, "servers": [server], "pid": 2**22 + 1,
-              "host": socket.gethostname()}  # fmt: skip
+              "iteration": 8, "num_finished": 7, "max_steps": -1, "weight_version": 7, "servers": [server],
+              "pid": 2**22 + 1, "host": socket.gethostname()}  # fmt: skip
     (tmp_path / "status.json").write_text(json.dumps(status))
     text = status_text(tmp_path)
     assert "update, 3 of 8 minibatches, for 5 min (written 4 min ago; its process 4194305 is gone)" in text
-    assert "iteration  7; weight version 7" in text
+    assert "iteration  8, 7 finished; weight version 7" in text
     assert "http://node2:30000  lost  version 6, 0 requests of 0 tokens (connection refused)" in text
     (tmp_path / "status.json").write_text(json.dumps(status | {"pid": os.getpid()}))
     assert f"process {os.getpid()} on {socket.gethostname()}, silent since" in status_text(tmp_path)
@@ -87,13 +97,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 def test_an_interruption_is_no_failure(interruption: BaseException, tmp_path: Path) -> None:
     callback = StatusFile()
     trainer = SimpleNamespace(
-        engine=None, iteration=1, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
+        engine=None, iteration=1, global_step=0, max_steps=2, log_dir=tmp_path, loggers=["one"], is_global_zero=True
     )
     callback.setup(trainer, None, "fit")  # type: ignore[arg-type]
     callback.on_exception(trainer, None, interruption)  # type: ignore[arg-type]
     callback.teardown(trainer, None, "fit")  # type: ignore[arg-type]
     text = status_text(tmp_path)
     assert "phase      interrupted" in text
+    assert "iteration  1 of 2, 0 finished" in text
     assert "error" not in text
 
 

@@ -305,15 +305,20 @@ def test_a_smaller_microbatch_that_keeps_whole_gradients_is_counted_with_them() 
     assert memory.total <= available_bytes < rank_memories(replace(planned, microbatch_tokens=advised + 1))[0].total
 
 
-def test_the_advised_number_of_ranks_is_the_smallest_that_fits() -> None:
-    planned = large()
-    memory = rank_memories(planned)[0]
-    available_bytes = memory.device["moments"]
-    found = misfits_of(replace(planned, microbatch_tokens=64), available_bytes)[0]
-    start, _, number = found.fix.rpartition(" ")
-    assert start == "set trainer.strategy to FSDP2Strategy and trainer.devices · trainer.num_nodes to at least"
-    at, before = (spread(replace(planned, microbatch_tokens=64), world) for world in (int(number), int(number) - 1))
-    assert rank_memories(at)[0].total <= available_bytes < rank_memories(before)[0].total
+def test_the_advised_number_of_ranks_is_the_smallest_that_fits_with_all_settings() -> None:
+    planned = replace(large(), microbatch_tokens=64)  # whole gradients wait for the last microbatch
+    available_bytes = rank_memories(planned)[0].device["moments"]
+    start, _, number = misfits_of(planned, available_bytes)[0].fix.rpartition(" ")
+    assert start == (
+        "set trainer.strategy to FSDP2Strategy and trainer.strategy's activation_checkpointing to true and "
+        "trainer.strategy's reduce_every_microbatch to true and trainer.devices · trainer.num_nodes to at least"
+    )
+    changed = replace(planned, checkpoint_activations=True, reduce_every_microbatch=True)
+    at, before, without = (
+        rank_memories(spread(run, int(number) - less))[0].total
+        for run, less in ((changed, 0), (changed, 1), (planned, 0))
+    )
+    assert at <= available_bytes < min(before, without)
 
 
 def test_too_many_key_values_lower_the_engines_batch() -> None:

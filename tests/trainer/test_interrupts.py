@@ -97,7 +97,7 @@ def assert_continues_from(folder: Path, whole: dict[str, torch.Tensor], num_done
 
 
 CTRL_C = (signal.SIGINT, 1, "Detected KeyboardInterrupt, attempting graceful shutdown")
-SIGTERM = (signal.SIGTERM, 0, "Received SIGTERM")  # SIGTERMException is a SystemExit without a code
+SIGTERM = (signal.SIGTERM, 143, "Received SIGTERM")
 
 
 @pytest.mark.parametrize(

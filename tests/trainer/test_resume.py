@@ -136,12 +136,6 @@ def test_the_last_checkpoint_is_found_and_half_written_ones_are_ignored(tmp_path
     assert are_equal(weights(module), weights(whole))
 
 
-def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="No checkpoint will be loaded"):
-        trainer, module, _ = fit(tmp_path, resume="last")  # type: ignore[arg-type]
-    assert trainer.global_step == len(module.trained) == NUM_ITERATIONS
-
-
 def lr_and_decay(
     folder: Path, steps: int, *, resume: Path | None = None, scheduler: Any = None, **settings: Any
 ) -> list[tuple[float, float]]:
@@ -390,3 +384,26 @@ def test_no_checkpoint_holds_a_secret_of_the_settings() -> None:
     settings = {"model": {"api_key": "s3cret", "group_size": 4}, "trainer": {"engine": {"token": "s3cret"}}}
     found = settings_of(SimpleNamespace(settings=settings), [])
     assert found == {"model.group_size": 4}
+
+
+@pytest.mark.parametrize("when", ["before it", "in it", "after it"])
+@pytest.mark.parametrize("iteration", [2, 3], ids=["in an epoch", "at the end of an epoch"])
+def test_a_validation_that_was_due_when_the_run_was_interrupted_is_made_up_for(
+    when: str, iteration: int, tmp_path: Path
+) -> None:
+    class Interrupts(Callback):
+        def interrupt(self, trainer: L.Trainer, *_: object) -> None:
+            if trainer.global_step == iteration and not trainer.sanity_checking:
+                raise KeyboardInterrupt
+
+    hook = {"before it": "on_validation_start", "in it": "on_validation_batch_end", "after it": "on_train_batch_start"}
+    setattr(Interrupts, hook[when], Interrupts.interrupt)
+    flags = {"max_steps": 5, "val_check_interval": iteration, "check_val_every_n_epoch": None}
+    last = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True, save_top_k=0)
+    _, _, whole = fit(tmp_path / "whole", flags=flags)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, flags=flags, callbacks=[last, Interrupts()])
+    _, _, resumed = fit(tmp_path, flags=flags, resume="last", callbacks=[ModelCheckpoint(tmp_path)])
+    assert [step for step in resumed.validation if step == iteration] == ([] if when == "after it" else [iteration])
+    assert all(metrics == whole.validation[step] for step, metrics in resumed.validation.items() if step)
+    assert resumed.train == {step: metrics for step, metrics in whole.train.items() if step > iteration}

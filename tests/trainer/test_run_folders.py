@@ -51,6 +51,15 @@ def test_a_folder_with_a_name_is_for_one_run_at_a_time(settings: Any, setting: s
     assert [path.name for path in folder.parent.iterdir()] == ["mine"]
 
 
+def test_without_a_logger_the_checkpoints_of_a_root_are_for_one_run_at_a_time(tmp_path: Path) -> None:
+    message = r"checkpoints in trainer.default_root_dir='\S+/checkpoints' is in use by another run"
+    with held_by_another_run(tmp_path / "checkpoints"):
+        with pytest.raises(ValueError, match=message):
+            train(tmp_path, enable_checkpointing=True)
+        train(tmp_path, enable_checkpointing=False)  # saves nothing
+    train(tmp_path, enable_checkpointing=True)
+
+
 def test_a_validation_beside_a_fit_may_name_its_checkpoints(tmp_path: Path) -> None:
     with held_by_another_run(tmp_path / "mine"):
         make_trainer(tmp_path, enable_checkpointing=True, callbacks=ModelCheckpoint(tmp_path / "mine")).validate(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+import re
+import shutil
 import signal
 import socket
 import sys
@@ -115,15 +117,21 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
                 "this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
             )
         facts = replace(facts, assumed="")
-    return make_plan(
-        launch,
-        facts,
-        folder=folder,
-        hosts=hosts_by_launcher.get(launch.launcher, launch.hosts),
-        gpus_per_host=num_gpus,
-        port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
-        python="python" if launch.container else sys.executable,
-    )
+    try:
+        return make_plan(
+            launch,
+            facts,
+            folder=folder,
+            hosts=hosts_by_launcher.get(launch.launcher, launch.hosts),
+            gpus_per_host=num_gpus,
+            port=launch.port or (free_ports(NUM_PORTS) if is_local else PORT),
+            python="python" if launch.container else sys.executable,
+        )
+    except ValueError as error:
+        text = re.sub(r"launch\.(?=(ranks|servers|tp|placement)\b)", "", str(error))
+        if launch.allocation is None or text == str(error):
+            raise
+        raise ValueError(f"launch.allocation={launch.allocation!r} does not fit: {text}") from None
 
 
 def launch(args: Sequence[str]) -> int:
@@ -136,9 +144,10 @@ def launch(args: Sequence[str]) -> int:
     root = cli.launched.facts.root
     is_dry = "--dry-run" in args
     plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises any error before a folder is made
+    launcher = _LAUNCHERS[plan.launch.launcher](plan)
     if not is_dry:
         plan = make(folder=str(make_folder(root)))
-    launcher = _LAUNCHERS[plan.launch.launcher](plan)
+        launcher = _LAUNCHERS[plan.launch.launcher](plan)
     sys.stdout.write(describe(make(folder=plan.folder, is_shown=True)))
     if is_dry:
         layout = {"layout.yaml": yaml.safe_dump(dict(plan.settings), sort_keys=False)}
@@ -149,12 +158,16 @@ def launch(args: Sequence[str]) -> int:
     sys.stdout.write(f"\nLogs and status: lightrl status {plan.folder}\n")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+    has_started = False
     try:
         launcher.start()
+        has_started = True
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0
     except BaseException:  # the launcher must end everything it started, whatever interrupts it
         launcher.end()
+        if not (has_started or any(Path(plan.folder).glob("*/*.log"))):  # for example, sbatch refused the job
+            shutil.rmtree(plan.folder)
         raise
 
 
