@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import lightrl
 from lightrl.callbacks.run_files import write_whole
@@ -261,17 +262,17 @@ class NodeCheck:
         timeout = timedelta(seconds=self.spec.deadline_s)
         name, world = "the store", len(self.hosts)
         try:
-            store = dist.TCPStore(self.hosts[0], self.spec.port, world, self.node == 0, timeout)
+            store = TCPStore(self.hosts[0], self.spec.port, world, self.node == 0, timeout)
             for name, device, size in self._backends():
-                own = dist.PrefixStore(name, store)
+                own = PrefixStore(name, store)
                 dist.init_process_group(name, timeout=timeout, store=own, rank=self.node, world_size=world)
                 self.report.bytes_per_s[name] = all_reduce_speed(torch.device(device), size)
                 dist.destroy_process_group()
         except RuntimeError as error:  # torch's DistError is one
             text = f"{name} at {self.hosts[0]}:{self.spec.port} failed: {str(error).strip().splitlines()[0]}"
             variable = "NCCL" if name == "nccl" else "GLOO"
-            fix = f"Open this port and the dynamic ports between the nodes; set {variable}_SOCKET_IFNAME in "
-            fix += "launch.environment to the network that connects them" + ", NCCL_DEBUG: INFO to see more."
+            fix = "Open this port, or set launch.port if it is in use; open the dynamic ports between the nodes; set "
+            fix += f"{variable}_SOCKET_IFNAME in launch.environment to their network, and NCCL_DEBUG: INFO to see more."
             self._problem("all_reduce", text, fix)
 
     def _backends(self) -> Iterator[tuple[str, str, int]]:
