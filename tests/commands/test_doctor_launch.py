@@ -2,15 +2,18 @@
 
 import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import hosts
 import pytest
 import ray_box
 import slurm_box
 import yaml
 from launched import engine
+from waits import comes_true
 
 from lightrl.commands.doctor import run
 from lightrl.commands.doctor.launch import check_plan, findings, spec_of, table
@@ -203,6 +206,29 @@ class TestOnSlurm:
         assert code == 1, output
         assert "node2: cannot reach node3:29501: [Errno 113] No route to host" in " ".join(output.split()), output
         assert re.search(r"^node2 +node2 .* 1 of 2 +1 of 1 +-$", output, re.M), output
+
+
+@pytest.mark.extra
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.skipif(hosts.why_not() is not None, reason=f"hosts in a box: {hosts.why_not()}")
+def test_hosts_of_torchrun_are_checked_by_scripts_that_the_user_starts(launched, config, tmp_path):
+    launched["launch"] |= {"launcher": "torchrun", "nodes": 3, "hosts": HOSTS, "gpus_per_node": 1}
+    command = [sys.executable, "-m", "lightrl", "doctor", "launch", "--config", config(launched)]
+    environment = {"PYTHONPATH": os.pathsep.join([str(TESTS / "commands"), *sys.path])}
+    written = tmp_path / "output"
+    with hosts.Hosts(3, are_named=True) as box, written.open("w") as output:
+
+        def start(number: int, *words: str) -> subprocess.Popen:
+            return box.popen(number, words, env=environment, stdout=output, stderr=output)
+
+        check = start(1, *command)
+        line = re.compile(r"^  on node(\d):  bash (.+)\n", re.M)
+        assert comes_true(lambda: len(line.findall(written.read_text())) == 3 or check.poll() is not None, LONGEST_S)
+        scripts = [start(int(number), "bash", path) for number, path in line.findall(written.read_text())]
+        assert check.wait(LONGEST_S) == 0, written.read_text()
+        assert [script.wait(LONGEST_S) for script in scripts] == [0, 0, 0], written.read_text()
+    assert len(re.findall(r"^node\d +node\d .* 2 of 2 +1 of 1 +gloo .*/s", written.read_text(), re.M)) == 3
 
 
 @pytest.mark.extra
