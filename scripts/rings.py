@@ -77,7 +77,7 @@ LEAVES = {
         "commands/test_status.py", "clusters.md#logs-and-status"),
     "serve": Leaf("commands/serve.py", 326, "lightrl serve",
         "commands/test_serve.py", "serve-with-sglang.md#three-ways-to-get-servers"),
-    "doctor": Leaf("commands/doctor", 1532, "lightrl doctor",
+    "doctor": Leaf("commands/doctor", 1534, "lightrl doctor",
         "commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
     "memory estimate": Leaf("plan", 1151, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),

@@ -148,12 +148,14 @@ def test_this_machine_is_checked_and_nothing_is_left(launched, config, tmp_path,
         (None, "needs a `launch:` section"),
         ({"launcher": "kubernetes", "container": "x", "ranks": 2}, "does not support launcher: kubernetes"),
         ({"ranks": 2, "servers": 1, "gpus_per_node": 2}, "hold 0 servers"),
+        ({"ranks": 2, "servers": 1, "launcher": "slurm", "options": {"array": "1-4"}}, "launch.options has array"),
     ],
 )
-def test_a_launch_without_nodes_to_check_is_refused(launched, config, capsys, section, message):
+def test_a_launch_without_nodes_to_check_is_refused_and_makes_no_folder(launched, config, capsys, section, message):
     launched["launch"] = section
     assert run(["launch", "--config", config(launched)]) == 2
     assert message in capsys.readouterr().err
+    assert not Path(launched["trainer"]["default_root_dir"]).exists()
 
 
 def checked_on(slurm: slurm_box.Slurm, folder: Path, settings: dict, *words: str) -> tuple[int, str]:

@@ -62,6 +62,8 @@ def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.C
             "starts. Run `lightrl doctor run` in a pod with the run's image and volume instead."
         )
     root = Path(cli.launched.facts.root).absolute()
+    planned = plan_of(cli.given, folder=str(root / "lightrl-doctor"))
+    LAUNCHERS[planned.launch.launcher](planned)  # raises any error before a folder is made
     root.mkdir(parents=True, exist_ok=True)
     prefix = own_prefix("lightrl-doctor-", root)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=root, ignore_cleanup_errors=True) as folder:
