@@ -216,7 +216,7 @@ class TestOnSlurm:
 @pytest.mark.skipif(hosts.why_not() is not None, reason=f"hosts in a box: {hosts.why_not()}")
 def test_hosts_of_torchrun_are_checked_by_scripts_that_the_user_starts(launched, config, tmp_path):
     launched["launch"] |= {"launcher": "torchrun", "nodes": 3, "hosts": HOSTS, "gpus_per_node": 1}
-    command = [sys.executable, "-m", "lightrl", "doctor", "launch", "--config", config(launched)]
+    command = [sys.executable, "-m", "lightrl", "doctor", "launch", "--config", str(tmp_path / config(launched))]
     environment = {"PYTHONPATH": os.pathsep.join([str(TESTS / "commands"), *sys.path])}
     written = tmp_path / "output"
     with hosts.Hosts(3, are_named=True) as box, written.open("w") as output:
