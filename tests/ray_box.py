@@ -25,7 +25,7 @@ _ATTEMPTS = 3
 _TICK_S = 0.1
 # `--block` ends all of a node if one of its processes ends. `ray stop` would end every Ray of this machine.
 _NODE = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block", "--num-cpus=8"]
-_NODE += ["--object-store-memory=80000000", "--disable-usage-stats"]
+_NODE += ["--object-store-memory=80000000", "--disable-usage-stats", "--labels=kind=box"]
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_prestart_worker_first_driver": "0", "RAY_health_check_period_ms": "1000",
     "RAY_health_check_failure_threshold": "3", "RAY_health_check_initial_delay_ms": "1000", "OMP_NUM_THREADS": "1",
@@ -41,7 +41,7 @@ def why_not() -> str | None:
 
 
 class Ray:
-    """Nodes that say they have 8 CPUs each, and some GPUs.
+    """Nodes that say they have 8 CPUs each, some GPUs, and the label `kind=box`.
 
     Args:
         hosts: a node on each; None is one on this machine.

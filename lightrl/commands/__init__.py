@@ -6,6 +6,7 @@ Reading order:
     config_layers.py  settings and their origins; config_errors.py: reads flags, and explains a wrong setting
     console.py        log lines and errors on stderr, exit codes
     setting_help.py   help of a command or a setting; unused_settings.py: names settings without effect
+    init.py           writes an example into a folder
     plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if memory is too small
     doctor/           checks a run before it starts, its data and its reward
     serve.py          starts SGLang or vLLM servers in the foreground
@@ -15,6 +16,6 @@ Reading order:
     export.py         turns a checkpoint into a Hugging Face folder; pushes it to a hub, with a model card
     convert/          turns AReaL's configurations into lightrl's
 
-May import everything. To add a command, write a module or package with the command's name and `run(args) -> exit code`,
-and add it to main.py.
+May import everything. To add a command, write a module or package of its name with `run(args) -> exit code`, and add it
+to main.py.
 """

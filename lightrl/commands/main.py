@@ -20,7 +20,7 @@ COMMANDS = {
     "export": "turn a checkpoint into a Hugging Face folder",
     "plan": "show what an iteration of a config computes and needs: models, calls, memory, batch sizes",
     "convert": "turn an AReaL configuration into a lightrl one, and list what has no counterpart",
-    "doctor": "check a run before it starts, or its failed rewards: doctor run, data, reward or replay",
+    "doctor": "check a run before it starts, or its failed rewards: doctor run, launch, data, reward or replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
     "status": "show what a run and its launch are doing: phase, iteration, servers, last error",
     "inspect": "show runs in the browser: curves, trajectories token by token, timelines, problems, settings",

@@ -9,6 +9,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
@@ -25,15 +26,18 @@ from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.plan import (
+    GPUS,
     USABLE_FRACTION,
     Misfit,
     PlannedRun,
+    PlannedTime,
     UnknownMemory,
     bytes_text,
     decoding_rows,
     engine_memory,
     misfits,
     planned,
+    planned_time,
     rank_memories,
     ranks_text,
     role_cost,
@@ -41,14 +45,15 @@ from lightrl.plan import (
 )
 
 _HELP = """\
-usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--setting value ...]
+usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--gpu KIND [--price_per_gpu_hour P]] [--setting value ...]
 
 Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
 Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if memory is too
 small. If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in
 1e9 bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
 (lightrl fit --help), but loads no weights and starts nothing. The exit code is 1 if the memory is too small, 2 if a
-setting is wrong.
+setting is wrong. KIND is A100, H100, H200, B200 or L40S, by default the trainer's GPU: the plan then predicts the
+seconds of each phase, tokens per second and, with a price, the cost.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -63,6 +68,9 @@ class PlanCLI(LaunchedCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="memory per GPU, in 1e9 bytes")
+        kinds: Any = Literal[tuple(GPUS)]
+        parser.add_argument("--gpu", type=kinds | None, default=None, help="kind of GPU, for the time of an iteration")
+        parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost, any currency")
 
     def fit(self, **kwargs: object) -> None:
         """Prints the plan instead of training."""
@@ -93,7 +101,27 @@ class PlanCLI(LaunchedCLI):
             costs = f"{_batches_text(self._planned(reads_models=False))}\n\n{error}"
         except ValueError as error:
             costs = str(error)
-        sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
+        inferring: list[str] = []
+        if isinstance(module, RLModule):
+            inferring = [call.role for call in graph.calls if call.kind == "infer" and call.role and call.url is None]
+        sys.stdout.write("\n\n".join([text, *mermaid, where, costs, self._time_text(inferring, device_bytes)]) + "\n")
+
+    def _time_text(self, inferring: Sequence[str], device_bytes: float | None) -> str:
+        """Returns the predicted time of an iteration and its cost, or why there is none."""
+        settings = self.config_init[self.config.subcommand]
+        kind, price = settings.get("gpu"), settings.get("price_per_gpu_hour")
+        check_positive(price_per_gpu_hour=price)
+        on_gpu = self.trainer.strategy.root_device.type == "cuda"
+        name = torch.cuda.get_device_name(0) if kind is None and on_gpu and torch.cuda.is_available() else ""
+        kind = kind or next((known for known, gpu in GPUS.items() if gpu.torch_name == name), None)
+        if kind is None or not on_gpu:
+            other = f" {name} is not known." if name else ""
+            return f"how long? Pass --gpu, one of {', '.join(GPUS)}, and --trainer.accelerator gpu.{other}"
+        try:
+            run = self._planned(reads_models=True)
+            return time_text(run, kind, planned_time(run, GPUS[kind], device_bytes, inferring), price)
+        except ValueError as error:  # also UnknownMemory: the sizes of the models are not known
+            return f"how long? {error}"
 
     def _planned(self, *, reads_models: bool) -> PlannedRun:
         run = planned(self.model, self.trainer, self.datamodule, reads_models=reads_models)
@@ -176,6 +204,25 @@ def costs_text(run: PlannedRun, device_bytes: float | None, found: Sequence[Misf
     engine = _engine_text(run, device_bytes)
     parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes, found)]
     return "\n\n".join(part for part in parts if part)
+
+
+def time_text(run: PlannedRun, kind: str, time: PlannedTime, price: float | None) -> str:
+    """Formats seconds by phase, tokens per second and, with a price, the cost."""
+    gpu, unit = GPUS[kind], "iteration" if run.batches_per_update is None else "update"
+    rows = [(name, f"{seconds:.3g} s", text) for name, seconds, text in time.phases]
+    overlap = "the next rollout runs during the update; " if time.overlaps else ""
+    per_s = f"{overlap}{time.tokens / time.total_s:,.0f} tokens/s, {time.trained_tokens / time.total_s:,.0f} trained"
+    rows.append((unit, f"{time.total_s:.3g} s", per_s))
+    if price is not None:
+        each, per_million = time.cost(price)
+        of = f"of {count_text(time.num_gpus, 'GPU')} at {price:g} an hour; {per_million:.3g} per million trained tokens"
+        rows.append(("cost", f"{each:.3g}", of))
+    peaks = (f"{gpu.flops_per_s / 1e12:g} TFLOP/s", f"{gpu.bytes_per_s / 1e12:g} TB/s")
+    rates = ", ".join([*peaks, f"link {gpu.link_bytes_per_s / 1e9:g} GB/s"])
+    assumed = "assumed: bfloat16, a model of 0.5e9 parameters or more, every trajectory of maximum length, rewards and "
+    assumed += "environments in no time"
+    title = f"time of an {unit} on {kind} ({rates}), on paper; {assumed}"
+    return _titled("\n  ".join(textwrap.wrap(title, _WIDTH)), rows, right=(1,))
 
 
 def _batches_text(run: PlannedRun) -> str:

@@ -3,6 +3,7 @@
 Reading order:
     costs.py        a strategy's costs, from a model's config
     memory.py       the memory of a run's ranks and servers, and the settings to change if it is too small
+    speed.py        the time of an iteration by phase, and its cost, on known GPUs
     planned_run.py  makes a PlannedRun from a run's classes; in `fit`, chooses the settings that depend on GPU memory
 
 `lightrl plan`, `launch` and `doctor run` import it; `lightrl fit` uses its entry point (checks/entry_points.py).
@@ -27,7 +28,8 @@ from lightrl.plan.memory import (
     rows_of,
 )
 from lightrl.plan.planned_run import TrainerSettings, planned, use_estimate
+from lightrl.plan.speed import GPUS, MBU, MFU, Gpu, PlannedTime, planned_time
 
-__all__ = ["USABLE_FRACTION", "Misfit", "PlannedRun", "TrainerSettings", "UnknownMemory", "bytes_text"]
-__all__ += ["decoding_rows", "engine_memory", "memory_line", "misfits", "num_devices", "planned", "rank_memories"]
-__all__ += ["ranks_text", "role_cost", "rows_of", "use_estimate"]
+__all__ = ["GPUS", "MBU", "MFU", "USABLE_FRACTION", "Gpu", "Misfit", "PlannedRun", "PlannedTime", "TrainerSettings"]
+__all__ += ["UnknownMemory", "bytes_text", "decoding_rows", "engine_memory", "memory_line", "misfits", "num_devices"]
+__all__ += ["planned", "rank_memories", "ranks_text", "planned_time", "role_cost", "rows_of", "use_estimate"]

@@ -293,3 +293,16 @@ def test_a_model_without_formulas_leaves_the_rest_of_the_plan(tmp_path: Path, pr
     out = printed_plan(*layer_of(tmp_path, {"config": config}))
     assert "\nMemory was not checked: the policy's config (gpt2) has no" in out
     assert "flowchart LR" in out
+
+
+def test_the_time_and_cost_of_an_iteration_are_predicted_for_a_known_gpu(printed_plan: Printed, capsys: Any) -> None:
+    assert "how long? Pass --gpu, one of A100, H100, H200, B200, L40S, and" in printed_plan(*QUICKSTART)
+    on_gpu = [*QUICKSTART, "--trainer.accelerator", "gpu", "--trainer.devices", "1", "--gpu", "H200"]
+    text = printed_plan(*on_gpu)
+    assert "time of an iteration on H200 (989 TFLOP/s, 4.8 TB/s, link 450 GB/s), on paper; assumed: bfloat16" in text
+    assert re.search(r"^  rollout +[\d.]+ s  1 x 4 steps of 512 rows in .*kernel launches", text, re.M), text
+    assert "per million trained tokens" not in text
+    priced = printed_plan(*on_gpu, "--price_per_gpu_hour", "3")
+    assert re.search(r"^  cost +[\d.e-]+ +of 1 GPU at 3 an hour; [\d.e-]+ per million trained tokens$", priced, re.M)
+    assert run([*on_gpu, "--price_per_gpu_hour", "-3"]) == 2
+    assert "price_per_gpu_hour" in capsys.readouterr().err

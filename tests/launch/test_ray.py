@@ -24,7 +24,7 @@ from lightrl.commands.launch.command import free_ports
 from lightrl.commands.launch.launcher import make_folder, with_addresses, write_files
 from lightrl.commands.launch.plan import Plan, Process, RunFacts, make_plan
 from lightrl.commands.launch.ray import RayLauncher
-from lightrl.commands.launch.settings import Launch, Layout, Recover
+from lightrl.commands.launch.settings import Launch, Layout, Recover, Resources
 from lightrl.commands.status import status_text
 
 WHY_NOT = why_not()
@@ -55,6 +55,21 @@ def test_a_bundle_has_the_cpus_and_gpus_of_its_hosts_processes():
     plan = plan_on(2)
     assert RayLauncher(plan).bundles() == [{"CPU": 3, "GPU": 4}, {"CPU": 1, "GPU": 1}]
     assert yaml.safe_load(RayLauncher(plan).files()["placement_group.yaml"])["strategy"] == "STRICT_SPREAD"
+
+
+def test_a_bundle_has_what_each_of_its_ranks_and_servers_needs():
+    needs = {"rank_resources": Resources(cpus=8, memory_gb=50), "server_resources": Resources(cpus=4, memory_gb=1.5)}
+    launcher = RayLauncher(plan_on(2, **needs))
+    first = {"CPU": 2 * 8 + 2 * 4, "memory": 103_000_000_000, "GPU": 4}
+    assert launcher.bundles() == [first, {"CPU": 4, "memory": 1_500_000_000, "GPU": 1}]
+    assert launcher.selectors == [{}, {}]
+
+
+def test_a_hosts_ranks_and_servers_cannot_be_on_nodes_of_two_kinds():
+    kinds = {"server_resources": Resources(node_selector={"gpu": "l40s", "rack": "1"})}
+    assert RayLauncher(plan_on(2, **kinds)).selectors == [{"gpu": "l40s", "rack": "1"}] * 2
+    with pytest.raises(ValueError, match="select nodes with gpu=h200 and gpu=l40s"):
+        RayLauncher(plan_on(2, **kinds, rank_resources=Resources(node_selector={"gpu": "h200"})))
 
 
 def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
@@ -136,6 +151,15 @@ class TestOnOneNode:
         assert launcher.hosts[0] is not before
         assert [line for line in notes(tmp_path) if "--ckpt_path last" in line]
         assert state(launcher.plan)["restarts"] == 1
+
+    def test_a_node_is_chosen_by_its_labels_and_lends_what_the_ranks_need(self, ray, tmp_path):
+        needs = {"rank_resources": Resources(cpus=3, memory_gb=0.5, node_selector={"kind": "box"})}
+        launcher = self.launched(ray, tmp_path, {"trainer-0": NOTES}, **needs)
+        import ray as cluster
+
+        total, free = cluster.cluster_resources(), cluster.available_resources()
+        assert (total["CPU"] - free["CPU"], total["memory"] - free["memory"]) == (3, 5e8)
+        assert launcher.wait() == 0
 
     def test_servers_that_fail_start_again_alone(self, ray, tmp_path):
         once = NOTES + "sys.exit(3) if notes_of(name) == 1 else time.sleep(600)"

@@ -9,7 +9,7 @@ from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1
 
 from lightrl.commands.launch.plan import Plan, RunFacts, make_plan
 from lightrl.commands.launch.scripts import KubernetesLauncher, TorchrunLauncher
-from lightrl.commands.launch.settings import Launch
+from lightrl.commands.launch.settings import Launch, Resources
 
 
 def plan_of(facts: RunFacts | None = None, **launch) -> Plan:
@@ -67,6 +67,29 @@ def test_kubernetes_gets_a_train_job_and_a_set_of_servers():
     (container,) = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
     assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
+
+
+def test_pods_request_the_cpus_and_memory_of_their_ranks_and_servers_on_nodes_with_their_labels():
+    ranks = Resources(cpus=8, memory_gb=62.5, node_selector={"gpu": "h200"})
+    files = on_kubernetes(
+        rank_resources=ranks, server_resources=Resources(cpus=16, node_selector={"gpu": "l40s"})
+    ).files()
+    job, servers = yaml.safe_load(files["trainer.yaml"]), yaml.safe_load(files["servers.yaml"])
+    assert json.loads(TrainerV1alpha1TrainJob.from_dict(job).to_json()) == job
+    requests = {"cpu": "32", "memory": "250000M"}  # of the four ranks of a node
+    assert job["spec"]["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": 4}, "requests": requests}
+    (patch,) = job["spec"]["runtimePatches"]
+    (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["template"]["spec"]["nodeSelector"] == {"gpu": "h200"}
+    pod = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    assert pod["nodeSelector"] == {"gpu": "l40s"}
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 2}, "requests": {"cpu": "16"}}
+
+
+@pytest.mark.parametrize(("launcher", "fix"), [("slurm", "Set launch.options, such as"), ("local", "Remove it")])
+def test_a_launcher_that_reserves_nothing_per_rank_says_what_to_set_instead(launcher, fix):
+    with pytest.raises(ValueError, match=f"needs launcher: ray or kubernetes, got {launcher}. {fix}"):
+        Launch(launcher=launcher, server_resources=Resources(cpus=4))
 
 
 def test_pods_find_each_server_and_its_receiver_by_name():

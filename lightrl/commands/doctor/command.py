@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import ProgressBar
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
+from lightrl.commands.doctor import node
 from lightrl.commands.doctor.data import check_data, first_prompts
+from lightrl.commands.doctor.launch import check_launch
 from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
 from lightrl.commands.doctor.run import check_run
 from lightrl.data import ChatRenderer, EpochLoader, HostBatch
@@ -31,6 +33,8 @@ def run(args: Sequence[str]) -> int:
     Returns:
         0 if no reward, row or check failed; 1 if one did; 2 if the command line or config is wrong.
     """
+    if list(args[:1]) == ["node"]:  # what `doctor launch` starts on each node
+        return node.main(args[1:])
     options, rest = _parser().parse_known_args(list(args))
     return reported(lambda callbacks: _run(options, rest, callbacks))
 
@@ -46,6 +50,8 @@ def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L
         return show_rewards(rows, options)
     for name in ("lightning.pytorch", "lightning.fabric"):  # their messages about devices and stages are irrelevant
         logging.getLogger(name).setLevel(logging.WARNING)
+    if options.command == "launch":
+        return check_launch(rest, options.deadline_s, callbacks)
     return check_run(rest, callbacks) if options.command == "run" else _DoctorCLI(options, rest, callbacks).exit_code
 
 
@@ -65,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, usage=usage, help=what, description=text, epilog=others, allow_abbrev=False)
 
     add("run", "checks everything that a run needs, with two iterations, before it starts", "fit")
+    nodes = add("launch", "checks the nodes of a launch: versions, GPUs, shared folders, ports, clocks, network", "fit")
+    deadline = "seconds that a node waits for the others in each of four steps (default 60)"
+    nodes.add_argument("--deadline_s", type=float, default=60.0, help=deadline)
     add("data", "reads every row of the train and validation data, as a run would")
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")

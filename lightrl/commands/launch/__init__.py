@@ -12,8 +12,10 @@ May import: what commands/ may. To add a launcher: write a class with the method
 lines, add its name to settings.py and command.py, a test, and a section to docs/clusters.md.
 """
 
-from lightrl.commands.launch.command import NO_GPU, LaunchedCLI, launch, run
-from lightrl.commands.launch.plan import aligned, drawing
-from lightrl.commands.launch.settings import Launch, layout_of
+from lightrl.commands.launch.command import LAUNCHERS, NO_GPU, NUM_PORTS, LaunchedCLI, launch, plan_of, run
+from lightrl.commands.launch.launcher import write_files
+from lightrl.commands.launch.plan import SERVER_OFFSET, Plan, Process, aligned, drawing
+from lightrl.commands.launch.settings import Launch, Recover, layout_of
 
-__all__ = ["NO_GPU", "Launch", "LaunchedCLI", "aligned", "drawing", "launch", "layout_of", "run"]
+__all__ = ["LAUNCHERS", "NO_GPU", "NUM_PORTS", "SERVER_OFFSET", "Launch", "LaunchedCLI", "Plan", "Process", "Recover"]
+__all__ += ["aligned", "drawing", "launch", "layout_of", "plan_of", "run", "write_files"]

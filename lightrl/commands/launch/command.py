@@ -46,7 +46,7 @@ lightrl status FOLDER shows the state of the run; docs/clusters.md has an exampl
 NO_GPU = "trainer.accelerator is auto and this machine has no GPU: CPUs are assumed. Set it to gpu to plan for GPUs."
 PORT, NUM_PORTS = 29500, 64  # defaults; see Launch.port
 _FIRST, _LAST = 20000, 32000  # below the ports that systems assign to outgoing connections
-_LAUNCHERS: dict[str, Callable[..., Launcher]] = {
+LAUNCHERS: dict[str, Callable[..., Launcher]] = {
     "local": LocalLauncher,
     "torchrun": TorchrunLauncher,
     "slurm": SlurmLauncher,
@@ -144,10 +144,10 @@ def launch(args: Sequence[str]) -> int:
     root = cli.launched.facts.root
     is_dry = "--dry-run" in args
     plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises any error before a folder is made
-    launcher = _LAUNCHERS[plan.launch.launcher](plan)
+    launcher = LAUNCHERS[plan.launch.launcher](plan)
     if not is_dry:
         plan = make(folder=str(make_folder(root)))
-        launcher = _LAUNCHERS[plan.launch.launcher](plan)
+        launcher = LAUNCHERS[plan.launch.launcher](plan)
     sys.stdout.write(describe(make(folder=plan.folder, is_shown=True)))
     if is_dry:
         layout = {"layout.yaml": yaml.safe_dump(dict(plan.settings), sort_keys=False)}

@@ -15,7 +15,7 @@ from typing import Literal
 
 from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
-from lightrl.commands.launch.settings import Launch, Layout, layout_of
+from lightrl.commands.launch.settings import Launch, Layout, Resources, layout_of
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
 from lightrl.models import RoleMesh
@@ -129,6 +129,11 @@ class Plan:
 
     def of(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
+
+    def resources_of(self, process: Process) -> tuple[Resources, int]:
+        """Returns what each rank or server of a process needs, and how many of them it runs."""
+        is_rank = process.role == "trainer"
+        return (self.launch.rank_resources, 1) if is_rank else (self.launch.server_resources, len(process.ports))
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
         """Returns the run on the ranks and servers of this launch, to estimate its memory."""

@@ -3,9 +3,9 @@
     launcher, Ray's driver ── actor on host 1 ── guard ── rank 0, rank 1
                            └─ actor on host 2 ── guard ── lightrl serve
 
-An actor reserves the CPUs and GPUs of its host's processes, and starts, watches and ends them as local.py does. When
-the launcher ends, Ray ends the actors, and the guards then end their processes. When a host is lost, Ray places its
-bundle on another host; the launcher then restarts the host's servers or, if it had ranks, the whole run (see local.py).
+An actor reserves CPUs, memory and GPUs for its host's processes, and starts, watches and ends them (see local.py).
+When the launcher ends, Ray ends the actors, and the guards then end their processes. When a host is lost, Ray places
+its bundle on another host; the launcher then restarts the host's servers or, if it had ranks, the whole run.
 
 Ray Train would run the training in a thread, where Lightning receives no signal to save a checkpoint.
 """
@@ -26,6 +26,7 @@ from lightrl.commands.launch.launcher import with_addresses
 from lightrl.commands.launch.local import LOST, GuardedProcesses, LocalLauncher
 from lightrl.commands.launch.plan import Plan
 from lightrl.errors import LightRLError
+from lightrl.trajectory import JsonObject
 
 _REACH_S = 10.0
 _REPORT_EVERY_S = 30.0
@@ -86,21 +87,26 @@ class RayLauncher(LocalLauncher):
         super().__init__(plan, write=write)
         self.hosts = []
         self._unplaced = plan
+        self.selectors = _selectors(plan)  # of each host of the plan: labels that its node must have
         self._group: Any = None
         self._actors: dict[int, RayHost] = {}  # plan's host → its actor
         self._places: dict[int, tuple[str, list[str]]] = {}  # plan's host → address and GPUs
 
     def files(self) -> Mapping[str, str]:
         """Returns the placement group that is requested from Ray."""
-        return {"placement_group.yaml": yaml.safe_dump({"strategy": "STRICT_SPREAD", "bundles": self.bundles()})}
+        group = {"strategy": "STRICT_SPREAD", "bundles": self.bundles(), "bundle_label_selector": self.selectors}
+        return {"placement_group.yaml": yaml.safe_dump(group)}
 
     def bundles(self) -> list[dict[str, int]]:
-        """Returns the resources of each host of the plan: a CPU per process, and the GPUs up to the last one in use."""
+        """Returns the resources of each host of the plan: CPUs, bytes of memory, and the GPUs up to the last in use."""
         bundles = []
         for host in range(1 + max(one.host for one in self._unplaced.processes)):
             here = [one for one in self._unplaced.processes if one.host == host]
             gpus = 0 if self._unplaced.on_cpu else 1 + max(gpu for one in here for gpu in one.gpus)
-            bundles.append({"CPU": len(here), **({"GPU": gpus} if gpus else {})})
+            needs = [self._unplaced.resources_of(one) for one in here]
+            memory = sum(round((each.memory_gb or 0) * 1e9) * number for each, number in needs)
+            cpus = sum(1 if each.cpus is None else each.cpus * number for each, number in needs)
+            bundles.append({"CPU": cpus} | ({"memory": memory} if memory else {}) | ({"GPU": gpus} if gpus else {}))
         return bundles
 
     def start(self) -> None:
@@ -110,7 +116,8 @@ class RayLauncher(LocalLauncher):
             from ray.util.placement_group import placement_group
 
             name = Path(self.plan.folder).name
-            self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=name)
+            selectors = {"bundle_label_selector": self.selectors} if any(self.selectors) else {}
+            self._group = placement_group(self.bundles(), strategy="STRICT_SPREAD", name=name, **selectors)
         super().start()
 
     def end(self) -> None:
@@ -150,8 +157,9 @@ class RayLauncher(LocalLauncher):
             while answers and (
                 waiting := ray.wait([*answers.values()], num_returns=len(answers), timeout=_REPORT_EVERY_S)[1]
             ):
-                nodes = [{name: node["Resources"].get(name, 0) for name in ("CPU", "GPU")} for node in ray.nodes()]
-                request = f"{len(waiting)} of these on separate hosts: {self.bundles()}"
+                nodes = [_offered(node) for node in ray.nodes()]
+                labels = f" with labels {self.selectors}" if any(self.selectors) else ""
+                request = f"{len(waiting)} of these on separate hosts: {self.bundles()}{labels}"
                 self._write(f"Ray has no resources yet for {request}. It has {nodes}.\n")
                 if while_ranks_run and not self._ranks_run():
                     for index in answers:
@@ -183,8 +191,28 @@ class RayLauncher(LocalLauncher):
         for index, bundle in enumerate(self.bundles()):
             if index not in self._actors or self._actors[index].is_lost:
                 place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-                needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
+                needs = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "memory": bundle.get("memory")}
                 actor = ray.remote(GuardedProcesses).options(**needs, scheduling_strategy=place).remote()
                 self._actors[index] = RayHost(actor)
                 answers[index] = actor.__ray_call__.remote(where)
         return answers
+
+
+def _selectors(plan: Plan) -> list[dict[str, str]]:
+    """Returns the labels of each host's node; raises ValueError if a host's ranks and servers need different ones."""
+    selectors: list[dict[str, str]] = [{} for _ in range(1 + max(one.host for one in plan.processes))]
+    for process in plan.processes:
+        selector = selectors[process.host]
+        for label, value in plan.resources_of(process)[0].node_selector.items():
+            if selector.setdefault(label, value) != value:
+                raise ValueError(
+                    f"A host has ranks and servers, but launch.rank_resources and server_resources select nodes with "
+                    f"{label}={selector[label]} and {label}={value}. Use equal labels, or hosts with only servers."
+                )
+    return selectors
+
+
+def _offered(node: Mapping[str, Any]) -> JsonObject:
+    """Returns what a node of Ray offers, with the labels that a user gave it."""
+    labels = {name: value for name, value in node.get("Labels", {}).items() if not name.startswith("ray.io/")}
+    return {name: node["Resources"].get(name, 0) for name in ("CPU", "memory", "GPU")} | labels

@@ -21,6 +21,7 @@ import yaml
 
 from lightrl.commands.launch.launcher import Launcher, LaunchState, inside, script_head
 from lightrl.commands.launch.plan import REGISTRY, SERVER_OFFSET, Plan, Process, command_of
+from lightrl.commands.launch.settings import Resources
 from lightrl.concurrency import parent_guard
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -116,9 +117,13 @@ class KubernetesLauncher(Launcher):
             "numNodes": plan.trainer_hosts,
             "numProcPerNode": plan.ranks_per_host,
         }
-        if not plan.on_cpu:
-            trainer["resourcesPerNode"] = _gpus(plan.ranks_per_host)
-        pod = {"volumes": [self._volume()], "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}]}
+        if resources := _resources(plan, plan.of("trainer")[0], plan.ranks_per_host):
+            trainer["resourcesPerNode"] = resources
+        pod: JsonObject = {
+            "volumes": [self._volume()],
+            "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}],
+        }
+        pod |= _selector(plan.launch.rank_resources)
         job = {"name": _TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
         patch = {"manager": "lightrl.launch", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
         runtime = {"name": plan.launch.options.get("runtime", "torch-distributed")}
@@ -136,13 +141,15 @@ class KubernetesLauncher(Launcher):
             "ports": [{"containerPort": plan.port + SERVER_OFFSET}],
             "volumeMounts": [self._mount(), {"name": "shm", "mountPath": "/dev/shm"}],
         }
-        if not plan.on_cpu:
-            container["resources"] = _gpus(plan.layout.tp)
+        if resources := _resources(plan, plan.of("servers")[0], 1, plan.layout.tp):
+            container["resources"] = resources
         volumes = [self._volume(), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
         group = {
             "size": 1,
             "restartPolicy": "RecreateGroupOnPodRestart",
-            "workerTemplate": {"spec": {"containers": [container], "volumes": volumes}},
+            "workerTemplate": {
+                "spec": {"containers": [container], "volumes": volumes, **_selector(plan.launch.server_resources)}
+            },
         }
         spec = {"replicas": plan.layout.servers, "networkConfig": {"subdomainPolicy": "Shared"}}
         spec["leaderWorkerTemplate"] = group
@@ -181,8 +188,17 @@ class KubernetesLauncher(Launcher):
         return {"name": "runs", "mountPath": str(Path(self.plan.folder).parent)}
 
 
-def _gpus(number: int) -> JsonObject:
-    return {"limits": {"nvidia.com/gpu": number}}
+def _resources(plan: Plan, process: Process, number: int, gpus_each: int = 1) -> JsonObject:
+    """Returns the resources of a pod with `number` ranks or servers; limits only for GPUs, which need them."""
+    each, _ = plan.resources_of(process)
+    requests = {"cpu": str(each.cpus * number)} if each.cpus is not None else {}
+    requests |= {"memory": f"{round(each.memory_gb * 1e3) * number}M"} if each.memory_gb is not None else {}
+    limits = {} if plan.on_cpu else {"nvidia.com/gpu": gpus_each * number}
+    return {name: values for name, values in (("limits", limits), ("requests", requests)) if values}
+
+
+def _selector(resources: Resources) -> JsonObject:
+    return {"nodeSelector": resources.node_selector} if resources.node_selector else {}
 
 
 def _dump(manifest: JsonMapping) -> str:

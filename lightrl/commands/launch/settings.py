@@ -47,6 +47,25 @@ class Recover:
 
 
 @dataclass(frozen=True)
+class Resources:
+    """What Ray or Kubernetes reserves for each rank or server, besides its GPUs.
+
+    Args:
+        cpus: CPU cores; None reserves one for a process on Ray, and none on Kubernetes.
+        memory_gb: memory of the host, in 1e9 bytes; None reserves none.
+        node_selector: labels that a node must have, such as `{gpu: h200}`: of Kubernetes, or of `ray start --labels`.
+    """
+
+    cpus: int | None = None
+    memory_gb: float | None = None
+    node_selector: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_bounds(1, cpus=self.cpus)
+        check_positive(memory_gb=self.memory_gb)
+
+
+@dataclass(frozen=True)
 class Launch:
     """Where a run's trainer and servers run; `lightrl launch` reads it, `lightrl fit` ignores it.
 
@@ -75,6 +94,9 @@ class Launch:
         srun_options: with Slurm, options of every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
             heterogeneous.
+        rank_resources: CPUs and memory of each trainer rank, and labels of its node, with Ray or Kubernetes. With Slurm
+            use sbatch's options, such as `{mem: 500G, constraint: h200}`.
+        server_resources: the same for each server.
         recover: what to do after a process fails.
     """
 
@@ -97,12 +119,15 @@ class Launch:
     options: dict[str, str] = field(default_factory=dict)
     srun_options: dict[str, str] = field(default_factory=dict)
     server_options: dict[str, str] = field(default_factory=dict)
+    rank_resources: Resources = Resources()
+    server_resources: Resources = Resources()
     recover: Recover = Recover()
 
     @classmethod
     def of(cls, section: JsonMapping) -> Launch:
         """Builds the settings from the parsed section."""
-        return cls(**{**section, "recover": Recover(**(section.get("recover") or {}))})
+        kinds = {"recover": Recover, "rank_resources": Resources, "server_resources": Resources}
+        return cls(**{**section, **{name: kind(**(section.get(name) or {})) for name, kind in kinds.items()}})
 
     def __post_init__(self) -> None:
         check_bounds(1, nodes=self.nodes, gpus_per_node=self.gpus_per_node, ranks=self.ranks, tp=self.tp)
@@ -119,6 +144,11 @@ class Launch:
         for name in ("server_options", "srun_options"):
             if getattr(self, name) and self.launcher != "slurm":
                 raise ValueError(f"launch.{name} needs launcher: slurm, but launch.launcher is {self.launcher}.")
+        for name in ("rank_resources", "server_resources"):
+            if getattr(self, name) != Resources() and self.launcher not in ("ray", "kubernetes"):
+                how = "launch.options, such as {mem: 500G, constraint: h200}, and server_options for servers"
+                other = f"Set {how}" if self.launcher == "slurm" else "Remove it: this launcher reserves nothing"
+                raise ValueError(f"launch.{name} needs launcher: ray or kubernetes, got {self.launcher}. {other}.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
         if self.launcher == "kubernetes" and self.container is None:

@@ -1,0 +1,126 @@
+"""Predicted times against an H200's measurements, and against numbers worked out by hand."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from benchmarks.plan import MODELS
+from lightrl.engines.engine import PlannedEngine
+from lightrl.plan import GPUS, Gpu, PlannedRun, engine_memory, planned_time, role_cost
+from lightrl.plan.costs import num_parameters
+from lightrl.plan.memory import PlannedRole
+from lightrl.plan.speed import LOCAL_LAYER_S
+
+ROOT = Path(__file__).parents[2]
+ROUND = Gpu("", flops_per_s=1e15, bytes_per_s=1e12, link_bytes_per_s=1e11)
+
+
+def run_of(model: str, **settings) -> PlannedRun:
+    """16 trajectories of 1,024 tokens, half of them generated: the microbatch of the measurements."""
+    values = dict(MODELS[model])
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    parameters = num_parameters(config)
+    fields = {
+        "roles": (PlannedRole("policy", config, parameters, parameters, range(1), is_compiled=True),), "world": 1,
+        "layout": "whole", "prompts": 4, "group_size": 4, "num_minibatches": 1, "update_epochs": 1,
+        "microbatch_tokens": 16384, "prompt_tokens": 512, "new_tokens": 512, "longest": 1024, "is_mixed": True,
+    }  # fmt: skip
+    return PlannedRun(**{**fields, **settings})
+
+
+def measured() -> list[dict]:
+    lines = (ROOT / "benchmarks/gpu/h200.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["call"] == 2]
+
+
+def test_an_update_takes_the_time_that_an_h200_took_up_to_the_ratio_on_the_page():
+    records = measured()
+    assert len(records) == 6
+    ratios = []
+    for record in records:
+        time = planned_time(run_of(record["model"]), GPUS["H200"], None)
+        ((name, seconds, _),) = time.phases
+        assert (name, time.tokens, time.trained_tokens) == ("update", record["tokens"], 8192)
+        ratios.append(seconds / record["ms"] * 1e3)
+    page = re.search(r"predicts ([\d.]+) to ([\d.]+) times the measured", (ROOT / "docs/gpu.md").read_text())
+    assert page is not None
+    assert [f"{min(ratios):.2f}", f"{max(ratios):.2f}"] == [*page.groups()]
+    assert min(ratios) >= 0.8
+    assert max(ratios) <= 1.25
+
+
+def test_decoding_reads_weights_and_key_values_once_per_step():
+    engine = PlannedEngine("SGLangEngine", "servers", servers=2, tp=2)
+    run = run_of("qwen3-1.7b", engine=engine)
+    (name, seconds, text), _, (_, sync_s, _) = planned_time(run, ROUND, None).phases
+    weights = 2 * num_parameters(run.roles[0].config) / 2  # bytes on each of two GPUs
+    key_values = 8 * 768 * (2 * 28 * 8 * 128 * 2) / 2  # eight rows, 768 tokens on average, over two GPUs
+    step_s = (weights + key_values) / (0.6 * 1e12)
+    assert name == "rollout"
+    assert "1 x 512 steps of 8 rows" in text
+    assert seconds == pytest.approx(512 * step_s, rel=0.02)  # and a little prefill
+    assert sync_s == pytest.approx(weights / 1e11)
+
+
+def test_trajectories_that_wait_for_memory_make_further_waves():
+    run = run_of("qwen3-1.7b", engine=PlannedEngine("SGLangEngine", "servers"))
+    weights, each = engine_memory(run, run.engine, rows=1)
+    time = planned_time(run, ROUND, (weights + 5.5 * each) / 0.9)
+    assert time.phases[0][2].startswith("4 x 512 steps of 5 rows")
+
+
+def test_local_decoding_waits_for_kernel_launches():
+    time = planned_time(run_of("qwen3-0.6b", engine=PlannedEngine("LocalEngine", "rank 0")), GPUS["H200"], None)
+    assert time.phases[0][1] == pytest.approx(512 * 28 * LOCAL_LAYER_S, rel=0.1)
+    assert time.num_gpus == 1
+
+
+def test_more_work_takes_longer_by_its_passes():
+    def update_s(**settings) -> float:
+        return planned_time(run_of("qwen3-0.6b", **settings), ROUND, None).phases[-1][1]
+
+    once = update_s()
+    assert update_s(update_epochs=3) == pytest.approx(3 * once)
+    assert update_s(checkpoint_activations=True) == pytest.approx(4 / 3 * once)
+    role = run_of("qwen3-0.6b").roles[0]
+    assert update_s(roles=(replace(role, trained=1),)) == pytest.approx(2 / 3 * once)
+    assert update_s(roles=(replace(role, ranks=range(4)),)) == pytest.approx(once / 4)
+    time = planned_time(run_of("qwen3-0.6b"), ROUND, None, ["policy", "policy"])
+    assert time.phases[0][1] == pytest.approx(2 / 3 * once)
+
+
+def test_slow_links_limit_an_update_beyond_a_node():
+    fast = replace(ROUND, link_bytes_per_s=1e15)
+    node, nodes = (run_of("qwen3-1.7b").over(world) for world in (8, 16))
+    assert "limited by communication" not in planned_time(node, fast, None).phases[-1][2]
+    ((_, seconds, text),) = planned_time(nodes, fast, None).phases
+    assert "limited by communication" in text
+    assert seconds == pytest.approx(role_cost(nodes, nodes.roles[0]).sent / 50e9)
+
+
+def test_the_cost_is_that_of_all_gpus_and_a_rollout_during_the_update_is_free():
+    run = run_of("qwen3-1.7b", engine=PlannedEngine("SGLangEngine", "servers", servers=3))
+    time = planned_time(run, ROUND, None)
+    rollout, update, sync = (seconds for _, seconds, _ in time.phases)
+    assert time.total_s == pytest.approx(rollout + update + sync)
+    assert planned_time(replace(run, max_staleness=1), ROUND, None).total_s == pytest.approx(
+        max(rollout, update) + sync
+    )
+    each, per_million = time.cost(3.6)
+    assert each == pytest.approx(4 * time.total_s / 1000)
+    assert per_million == pytest.approx(each / 8192 * 1e6)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_uses():
+    run = run_of("qwen3-1.7b")
+    role = run.roles[0]
+    role.config.num_experts, role.config.num_experts_per_tok = 8, 2
+    mixture = replace(role, expert_parameters=role.parameters // 2)
+    assert planned_time(replace(run, roles=(mixture,)), ROUND, None).total_s < planned_time(run, ROUND, None).total_s
+    del role.config.num_experts
+    with pytest.raises(ValueError, match="does not say how many experts"):
+        planned_time(replace(run, roles=(mixture,)), ROUND, None)
