@@ -134,7 +134,7 @@ def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
     names, *rest = trajectory.agent_output.splitlines()
     assert set(names.split()) - {"LC_CTYPE", "LANG"} == {
         *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
-        *("HOME", "TMPDIR", "PATH", "NO_PROXY"),
+        *("HOME", "TMPDIR", "PATH", "NO_PROXY", "USER", "LOGNAME"),
     }
     assert rest == ["True"]
 

@@ -48,7 +48,8 @@ class _Execution:
 
     def run(self) -> Json:
         folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # the prefix names the requester
-        group = make_group(Path(folder).name, self.limits) if "cgroup" in self.program.layers else None
+        name = f"{sys.argv[2]}{Path(folder).name}" if self.program.folder else Path(folder).name
+        group = make_group(name, self.limits) if "cgroup" in self.program.layers else None
         self.program.group = group
         reply: Json = {}
         try:
