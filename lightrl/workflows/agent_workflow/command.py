@@ -238,7 +238,7 @@ class AgentCommand:
 
 
 def timeout_of(prompt: Prompt, timeout_s: float) -> float:
-    """Returns the deadline of a row, its own or that of the workflow; raises RolloutError if the row has a wrong one."""
+    """Returns a row's deadline, by default the workflow's; raises RolloutError if the row has a wrong one."""
     value = prompt.fields.get("agent_timeout_s", timeout_s)
     if (number := finite_number(value)) is None or number <= 0:
         text = f"The column agent_timeout_s of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
@@ -307,7 +307,7 @@ def check_command(
     readable: Sequence[str],
     network: str | Sequence[str],
 ) -> None:
-    """Raises ValueError if a setting cannot work; the program's and the template's names with braces are checked later."""
+    """Raises ValueError if a setting cannot work; names of programs and templates with braces are checked later."""
     words = [] if command is None or isinstance(command, str) else command[:1]
     if command is not None and not any("{" in word or shutil.which(word) for word in words):
         raise ValueError(f"command must be a list that starts with a program's path or name on PATH, got {command!r}.")

@@ -1,20 +1,18 @@
+# ruff: noqa: E501
 """Ordinary commands give an agent what they give outside: the same output, the same errors, the same exit code."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_cases import TOKENIZER
 
 from lightrl.rewards.sandbox import GUARD_COMMAND, remove_folder
 from lightrl.trajectory import Prompt
@@ -47,7 +45,7 @@ TABLE = {
     "git diff": ("git", GIT + "echo two >> f && git diff --stat && git stash -q && cat f && git stash pop -q && cat f"),
     "git branch": ("git", GIT + "git switch -qc side && echo x > g && git add g && git commit -qm g && git merge-base main side"
                    " > base && git diff --name-only main"),
-    "git config": ("git", "git config --global a.b c && git config --list"),
+    "git config": ("git", "git config --global a.b c && git config a.b && git config --global --list"),
     "tar": ("tar", "mkdir d && echo a > d/f && tar czf d.tgz d && rm -r d && tar xzvf d.tgz && cat d/f"),
     "tar through a pipe": ("tar", "mkdir d e && echo a > d/f && tar cf - d | tar xf - -C e && cat e/d/f"),
     "make": ("make", r"printf 'all: a\na:\n\techo made > a\n' > Makefile && make && make && cat a"),
@@ -105,8 +103,10 @@ TABLE = {
     "devices": ("head", "head -c 3 /dev/zero | wc -c; echo a > /dev/null; echo a > /dev/full; echo a > /dev/stderr"),
     "java": ("java javac", "echo 'class A { public static void main(String[] a) { System.out.println(7); } }' > A.java && java A.java"),
 }  # fmt: skip
-# What an agent has not where namespaces are refused: a name, and a /tmp.
-NEEDS_VIEW = {"python's user", "node's user", "tmux", "whoami", "a fixed path in /tmp", "mktemp", "names of hosts", "git config"}
+# What an agent has not where namespaces are refused: a name and a host's name, a /tmp, shared memory, other processes.
+NEEDS_VIEW = {"python's user", "node's user", "tmux", "whoami", "a fixed path in /tmp", "mktemp", "python's semaphores",
+              "processes", "names of hosts", "node's server", "curl of a local server"}  # fmt: skip
+SLOW = {"a local wheel", "python -m venv", "java", "npm", "g++", "node's files"}  # as fast as this machine's processor
 
 # Runs the table in the current folder; prints the results.
 RUN = """
@@ -138,19 +138,22 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("outside")
     (folder / "home").mkdir()
     (folder / "table.json").write_text(json.dumps(installed()))
-    environment = {"PATH": PATH, "HOME": str(folder / "home"), "TMPDIR": "/tmp", "LANG": "C.UTF-8"}  # noqa: S108
+    environment = {"PATH": PATH, "HOME": str(folder / "home"), "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
     subprocess.run([PYTHON, "-c", RUN, "table.json"], cwd=folder, env=environment, check=True, umask=0o022)
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
 
 
-def run_inside(become: list[str], layers: list[str] | None) -> dict[str, Any]:
+def run_inside(
+    become: Sequence[str] = (), layers: list[str] | None = None, left_out: Collection[str] = ()
+) -> dict[str, Any]:
     """Runs the table as an agent; returns the guard's reply with the results."""
+    commands = {name: command for name, command in installed().items() if name not in left_out}
     root = Path(tempfile.mkdtemp(prefix="lightrl-table-"))
     try:
-        root.chmod(0o777)  # noqa: S103
+        root.chmod(0o777)
         (root / "template").mkdir()
-        (root / "template" / "table.json").write_text(json.dumps(installed()))
+        (root / "template" / "table.json").write_text(json.dumps(commands))
         words = [PYTHON, "-c", RUN, "table.json"]
         command = AgentCommand(words, str(root / "template"), {"PATH": PATH}, (), "none", AgentLimits(), 600.0, str)
         prompt = Prompt("a", messages=[{"role": "user", "content": "task"}])
@@ -172,14 +175,36 @@ def run_inside(become: list[str], layers: list[str] | None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def inside() -> dict[str, Any]:
-    reply = run_inside([], None)
+    reply = run_inside()
     if "view" not in reply["layers"]:
         pytest.skip(f"this system refuses mounts: {reply['layers']}")
     return reply
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_command_gives_the_same_inside_and_outside(name: str, inside: dict[str, Any], outside: dict[str, Any]) -> None:
+def test_a_command_gives_the_same_inside_and_outside(
+    name: str, inside: dict[str, Any], outside: dict[str, Any]
+) -> None:
     if lacking := missing(TABLE[name][0]):
         pytest.skip(f"{', '.join(lacking)} is not installed")
     assert inside["results"][name] == outside[name]
+
+
+def test_an_ordinary_user_has_the_same_machine(outside: dict[str, Any]) -> None:
+    become = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    able = (
+        os.getuid() == 0
+        and shutil.which("setpriv")
+        and subprocess.run([*become, "unshare", "-Urm", "true"], check=False)
+    )
+    if not able or able.returncode != 0:
+        pytest.skip("this process is no root, or its users may make no namespaces")
+    reply = run_inside(become, left_out=SLOW)
+    if "view" not in reply["layers"]:
+        pytest.skip(f"this system refuses mounts: {reply['layers']}")
+    assert reply["results"] == {name: result for name, result in outside.items() if name in reply["results"]}
+
+
+def test_without_namespaces_only_what_needs_them_is_missing(outside: dict[str, Any]) -> None:
+    reply = run_inside(layers=["private_user", "landlock"], left_out=SLOW | NEEDS_VIEW)
+    assert reply["results"] == {name: result for name, result in outside.items() if name in reply["results"]}

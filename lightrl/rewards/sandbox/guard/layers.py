@@ -57,6 +57,9 @@ _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _MAX_PENDING_SIGNALS = 1024
 HOST_NAME = "sandbox"
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_OPEN_BY_HANDLE_AT = {"x86_64": 304, "aarch64": 265}
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a seccomp filter
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001
 _CLONE3 = 435  # its flags are in memory, which filters cannot read; C libraries fall back to clone
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -314,20 +317,36 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
-    architecture, calls = _REFUSED_CALLS[platform.machine()]
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, not_implemented = 0x7FFF0000, 0x00050001, 0x00050000 + errno.ENOSYS
-    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32 calls on x86-64
-    for call in (*calls, *_REFUSED_EVERYWHERE):
-        code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
-    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]
+    code = []
     if not counts_shared_memory:
-        code += [(equal, 0, 5, _MMAP[platform.machine()]), (load, 0, 0, 40), (any_bit, 0, 2, _MAP_ANONYMOUS)]  # flags
-        code += [(any_bit, 0, 1, _MAP_SHARED), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    code += [(equal, 0, 4, _CLONE[platform.machine()]), (load, 0, 0, 16), (any_bit, 0, 1, _NEWUSER)]  # its flags
-    code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    code.append((answer, 0, 0, allow))
+        code += [
+            (_EQUAL, 0, 5, _MMAP[platform.machine()]),
+            (_LOAD, 0, 0, 40),
+            (_ANY_BIT, 0, 2, _MAP_ANONYMOUS),
+        ]  # flags
+        code += [(_ANY_BIT, 0, 1, _MAP_SHARED), (_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
+    code += [(_EQUAL, 0, 4, _CLONE[platform.machine()]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEWUSER)]  # its flags
+    code += [(_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
+    not_implemented = 0x00050000 + errno.ENOSYS
+    code = [(_EQUAL, 0, 1, _CLONE3), (_ANSWER, 0, 0, not_implemented), *code]
+    return _install_filter((*_REFUSED_CALLS[platform.machine()][1], *_REFUSED_EVERYWHERE), code)
+
+
+def refuse_file_handles() -> bool:
+    """Installs a filter that refuses open_by_handle_at: with the right to read all files, Landlock may not see it."""
+    if platform.machine() not in _REFUSED_CALLS:
+        return False
+    return _install_filter((_OPEN_BY_HANDLE_AT[platform.machine()],), [])
+
+
+def _install_filter(calls: tuple[int, ...], code: list[tuple[int, int, int, int]]) -> bool:
+    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to all others."""
+    architecture = _REFUSED_CALLS[platform.machine()][0]
+    head = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
+    head += [(_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE)]  # x32 calls on x86-64
+    for call in calls:
+        head += [(_EQUAL, 0, 1, call), (_ANSWER, 0, 0, _REFUSE)]
+    code = [*head, *code, (_ANSWER, 0, 0, _ALLOW)]
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = struct.pack("@HP", len(code), ctypes.addressof(buffer))
     return bool(_libc.prctl(_PR_SET_SECCOMP, 2, program, 0, 0) == 0)

@@ -1,4 +1,4 @@
-"""Bounds the total memory of a program's processes, with a cgroup or by adding up what each of them uses; its files too."""
+"""Bounds the memory of a program's processes, with a cgroup or by adding it up, and the sizes of its files."""
 
 from __future__ import annotations
 

@@ -195,6 +195,9 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
         remaining.update({"landlock_signals"} if version >= 6 else ())
     if "seccomp" in remaining and not layers.refuse_calls("cgroup" in remaining):
         remaining.discard("seccomp")
+    may_read_all = program.needs_read_right and "private_user" in remaining and "seccomp" not in remaining
+    if may_read_all and not layers.refuse_file_handles():
+        raise OSError("this system has no seccomp, without which a program in a private folder could read all files")
     unprotected = layers.unprotected_by(remaining)
     if is_root and not remaining & {"namespaces", "private_user"}:
         unprotected = unprotected or ["other processes from root"]
@@ -212,7 +215,9 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     environment |= program.request["environment"]
     if program.folder is not None:
         environment = {"USER": view.user_name(os.getuid()), "LOGNAME": view.user_name(os.getuid()), **environment}
-        if "view" in remaining and environment["TMPDIR"] == f"{folder}/tmp":
+        if "view" not in remaining:
+            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # the machine's may hold keys, and git fails if it cannot read it
+        elif environment["TMPDIR"] == f"{folder}/tmp":
             environment["TMPDIR"] = "/tmp"  # the same folder
         if program.proxy_port is not None:
             environment = {**network.proxy_environment(program.proxy_port), **environment}
@@ -230,7 +235,7 @@ def why_not_run(path: str) -> str:
         place = what if real == path else f"{what}, a link to {real},"
         if not Path(real).exists():
             return f"{place} does not exist, or its folder cannot be entered in the sandbox"
-        if not os.access(real, os.X_OK):
+        if not os.access(real, os.X_OK, effective_ids=True):
             return f"{place} is not executable for the sandbox's user"
         try:
             with Path(real).open("rb") as file:

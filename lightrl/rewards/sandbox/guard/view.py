@@ -1,4 +1,4 @@
-"""The machine as an agent sees it: an /etc like that of a fresh container, a private /tmp, and nobody's home or sockets.
+"""The machine as an agent sees it: an /etc like a fresh container's, a private /tmp, and nobody's home or sockets.
 
 The mounts exist only in the program's mount namespace. Where mounts are refused, the program sees the machine's own
 /etc, of which Landlock allows the parts that every user may read, and no /tmp.
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from .layers import HOST_NAME, MS_BIND_REC, MS_NOSUID_NODEV, MS_READ_ONLY_BIND, is_public, keep_mounts_private, mount
 
-WRITABLE = ["/tmp", "/var/tmp", "/dev/shm"]  # noqa: S108
-# What of the machine's /etc an agent may read: nothing that could hold a key or a setting of this machine's users.
-_ETC = """alternatives ca-certificates crypto-policies debian_version fonts host.conf ld.so.cache ld.so.conf ld.so.conf.d
-    locale.alias localtime magic magic.mime mime.types networks os-release perl pki/ca-trust/extracted pki/tls/cert.pem
+WRITABLE = ["/tmp", "/var/tmp", "/dev/shm"]
+# What an agent may read of the machine's /etc: nothing that may hold keys or settings of its users.
+_ETC = """alternatives ca-certificates crypto-policies debian_version fonts host.conf ld.so.cache ld.so.conf
+    ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl pki/ca-trust/extracted pki/tls/cert.pem
     pki/tls/certs pki/tls/openssl.cnf protocols python3 rpc services shells ssl/cert.pem ssl/certs ssl/openssl.cnf
     terminfo timezone"""
-# Programs stop or complain if these exist and cannot be read. A fresh container has others or none; `view` leaves them
-# out, and without it an agent reads the machine's.
+# Programs complain if these exist and cannot be read. The view leaves most of them out, as a fresh container does;
+# without it an agent reads the machine's.
 _OF_MACHINE = "bash.bashrc group hostname hosts inputrc nsswitch.conf passwd profile profile.d resolv.conf tmux.conf"
 
 
@@ -47,7 +47,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     if not keep_mounts_private():
         return False
     tmp = os.open(f"{folder}/tmp", os.O_PATH)
-    own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}  # noqa: S108
+    own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}
     empty = {os.path.realpath(path) for path in ("/run", Path.home()) if Path(path).is_dir()} - {"/"}
     hidden = [*own, *(path for path in empty if not _is_below(path, own))]
     links = {os.path.abspath(path) for path in (folder, *readable)}  # noqa: PTH100
@@ -64,10 +64,10 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
             _bind(tmp, path)
         else:
             _mount_memory(path, "size=1m,mode=755")
-    _mount_memory("/dev/shm", f"size={memory_mib}m,mode=1777")  # noqa: S108
+    _mount_memory("/dev/shm", f"size={memory_mib}m,mode=1777")
     for path, descriptor in shown.items():
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        if not (Path(path).exists() and os.path.samestat(os.stat(path), os.fstat(descriptor))):
+        if not (Path(path).exists() and os.path.samestat(Path(path).stat(), os.fstat(descriptor))):
             (Path(path) if is_folder else Path(path).parent).mkdir(parents=True, exist_ok=True)
             if not is_folder:
                 Path(path).touch()
@@ -122,7 +122,7 @@ def _mount_etc(uid: int, home: str, has_network: bool) -> bool:
 
 
 def _present(names: str) -> list[Path]:
-    """Returns what exists below /etc and every user may read: these names, and settings of Java's and Python's versions."""
+    """Returns what every user may read of these names in /etc, and of the settings of Java's and Python's versions."""
     paths = [Path("/etc", name) for name in names.split()]
     paths += sorted([*Path("/etc").glob("java-*"), *Path("/etc").glob("python3.*")])
     return [path for path in paths if path.exists() and is_public(str(path)) and path.stat().st_mode & 0o004]
