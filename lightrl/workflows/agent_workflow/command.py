@@ -135,8 +135,8 @@ class AgentCommand:
         workspace = f"{self.root}/{secrets.token_hex(8)}/work"
         is_kept = False
         try:
-            request = self._request_of(workspace, prompt, base_url, api_key)
-            reply = await _run_under_guard(request)
+            request = self.request_of(workspace, prompt, base_url, api_key)
+            reply = await run_under_guard(request)
             is_kept = reply["exit_code"] == 0
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
@@ -191,7 +191,7 @@ class AgentCommand:
             text = text[max(map(len, secret_names), default=0) :]
         return text
 
-    def _request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+    def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
         task = plain_text(prompt.messages) if prompt.messages else prompt.text(self.decode)
         folder = workspace.removesuffix("/work")
@@ -349,7 +349,7 @@ def delete_workspace(workspace: str | None) -> None:
         threading.Thread(target=remove_folder, args=(str(folder),), name="lightrl-delete").start()
 
 
-async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
+async def run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the guard's reply or raises OSError; on cancellation, waits until the guard has killed the program."""
     guard = await asyncio.create_subprocess_exec(
         *GUARD_COMMAND, guard_prefix(), stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True

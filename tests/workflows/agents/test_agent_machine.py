@@ -157,7 +157,7 @@ def run_inside(
         words = [PYTHON, "-c", RUN, "table.json"]
         command = AgentCommand(words, str(root / "template"), {"PATH": PATH}, (), "none", AgentLimits(), 600.0, str)
         prompt = Prompt("a", messages=[{"role": "user", "content": "task"}])
-        request = command._request_of(f"{root}/agent/work", prompt, "http://127.0.0.1:40001/v1", "key")
+        request = command.request_of(f"{root}/agent/work", prompt, "http://127.0.0.1:40001/v1", "key")
         request["layers"] = layers or request["layers"]
         guard = [*become, PYTHON, *GUARD_COMMAND[1:], "lightrl-sandbox-"]
         with subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:

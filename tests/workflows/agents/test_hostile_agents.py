@@ -20,7 +20,7 @@ from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox.guard.network import Proxy, split_host
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentLimits
-from lightrl.workflows.agent_workflow.command import AgentCommand, _run_under_guard, check_command, delete_workspace
+from lightrl.workflows.agent_workflow.command import AgentCommand, check_command, delete_workspace, run_under_guard
 
 TASK = Prompt("a", messages=[{"role": "user", "content": "6*7?"}])
 TRY = """
@@ -250,10 +250,10 @@ def test_names_of_hosts_match_as_wholes_and_an_own_address_only_by_itself(monkey
 
 def test_hosts_are_refused_where_nothing_keeps_the_program_from_others() -> None:
     command = command_of("print('ran')", network=["pypi.org"])
-    request = command._request_of(f"{tempfile.mkdtemp()}/agent/work", TASK, "http://127.0.0.1:40001/v1", "key")
+    request = command.request_of(f"{tempfile.mkdtemp()}/agent/work", TASK, "http://127.0.0.1:40001/v1", "key")
     request["layers"] = ["private_user", "landlock"]
     with pytest.raises(OSError, match=r"network=\['pypi.org'\] needs a network namespace, which this system refuses"):
-        asyncio.run(_run_under_guard(request))
+        asyncio.run(run_under_guard(request))
 
 
 def test_with_allow_a_program_reaches_what_this_machine_reaches() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import select
 import shutil
 import signal
+import stat
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -19,6 +21,7 @@ from .layers import Json
 READ_BYTES = 1 << 16
 _FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id, so that it is unique
 _WATCH_S = 0.05
+_FICLONE = 0x40049409
 
 
 class Program:
@@ -145,7 +148,8 @@ def _prepare(program: Program, folder: str) -> None:
         for name in ("work", "home", "tmp"):
             (Path(folder) / name).mkdir(parents=True)
         if program.request["template"] is not None:
-            shutil.copytree(program.request["template"], f"{folder}/work", symlinks=True, dirs_exist_ok=True)
+            work = f"{folder}/work"
+            shutil.copytree(program.request["template"], work, symlinks=True, dirs_exist_ok=True, copy_function=_clone)
         for path, names, files in os.walk(folder):
             for name in (*names, *files):
                 os.chown(Path(path) / name, owner, -1, follow_symlinks=False)
@@ -160,6 +164,16 @@ def _prepare(program: Program, folder: str) -> None:
             memory_mib = program.limits["memory_mib"]
             if view.show(folder, owner, program.readable, memory_mib, has_network=program.has_network):
                 program.layers.add("view")
+
+
+def _clone(source: str, target: str) -> None:
+    """Copies a file; both share their blocks until one changes, where the file system can (XFS, Btrfs, ZFS)."""
+    if stat.S_ISREG(os.stat(source).st_mode):  # noqa: PTH116
+        with contextlib.suppress(OSError), Path(source).open("rb") as old, Path(target).open("wb") as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            shutil.copystat(source, target)
+            return
+    shutil.copy2(source, target)
 
 
 def _execute(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:

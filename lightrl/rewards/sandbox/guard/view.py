@@ -17,9 +17,9 @@ from .layers import HOST_NAME, MS_BIND_REC, MS_NOSUID_NODEV, MS_READ_ONLY_BIND, 
 WRITABLE = ["/tmp", "/var/tmp", "/dev/shm"]
 # What an agent may read of the machine's /etc: nothing that may hold keys or settings of its users.
 _ETC = """alternatives ca-certificates crypto-policies debian_version fonts host.conf ld.so.cache ld.so.conf
-    ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl pki/ca-trust/extracted pki/tls/cert.pem
-    pki/tls/certs pki/tls/openssl.cnf protocols python3 rpc services shells ssl/cert.pem ssl/certs ssl/openssl.cnf
-    terminfo timezone"""
+    ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl pki/ca-trust/extracted
+    pki/tls/cert.pem pki/tls/certs pki/tls/openssl.cnf protocols python3 rpc services shells ssl/cert.pem ssl/certs
+    ssl/openssl.cnf terminfo timezone"""
 # Programs complain if these exist and cannot be read. The view leaves most of them out, as a fresh container does;
 # without it an agent reads the machine's.
 _OF_MACHINE = "bash.bashrc group hostname hosts inputrc nsswitch.conf passwd profile profile.d resolv.conf tmux.conf"
