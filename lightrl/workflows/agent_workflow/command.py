@@ -2,7 +2,7 @@
 
 The sandbox's guard (lightrl/rewards/sandbox/guard) makes the folder: `work`, a copy of the template, where the program
 runs; `home`, `tmp` and `task.txt`. When the program exits, on cancellation, and when this process dies, the guard kills
-the program and all its children. It keeps the folder only if the program exits with code 0.
+the program and all its children. It keeps the folder if the program has ended.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
 # The deadline bounds the CPU time.
 _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
 _UNBOUNDED = 1 << 30
+_TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
 OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that only a program can have
 _INTERPRETERS = ("python3", "python", "node")  # on PATH these may link to elsewhere
 _SECRET = re.compile(r"\{env:(\w+)\}")
@@ -112,6 +113,16 @@ class AgentResult:
     reward: float | None = None
     workspace: str | None = None  # a folder for the reward function, deleted afterwards
     output: str = ""
+    is_truncated: bool = False  # ended by a limit
+
+
+class AgentFailed(RolloutError):
+    """Raised if a program fails, with what it left; who catches it deletes the workspace."""
+
+    def __init__(self, message: str, result: AgentResult = AgentResult()) -> None:
+        super().__init__(message)
+        self.result = result
+        self.workspace = result.workspace
 
 
 @dataclass
@@ -137,7 +148,7 @@ class AgentCommand:
         try:
             request = self.request_of(workspace, prompt, base_url, api_key)
             reply = await run_under_guard(request)
-            is_kept = reply["exit_code"] == 0
+            is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
             problem = self._without_secrets(str(error)).rstrip(".")
@@ -156,13 +167,14 @@ class AgentCommand:
                 text = "Agents find this machine's /etc, and neither a name for their user nor a /tmp. %s"
                 log.warning(text, what_to_allow())
         output = self._without_secrets(reply["stdout"])
-        if not is_kept:
-            how = self._how_it_failed(reply, request)
-            raise RolloutError(f"{self.command[0]} {how}. It printed {output[-300:]!r}.")
-        if removed := [name for name in reply["removed"] if name.startswith("work/")]:
+        if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
             text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
             log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
-        return AgentResult(workspace=workspace, output=output)
+        result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
+        if reply["exit_code"] != 0:
+            how = self._how_it_failed(reply, request)
+            raise AgentFailed(f"{self.command[0]} {how}. It printed {output[-300:]!r}.", result)
+        return result
 
     def _how_it_failed(self, reply: dict[str, Any], request: dict[str, Any]) -> str:
         code, limit, output = reply["exit_code"], reply["stopped_by"], reply["stdout"]
@@ -324,7 +336,7 @@ def check_command(
                 )
     for path in readable:
         real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
-        if not os.path.exists(real) or real in ("/", "/proc", "/dev", "/etc"):  # noqa: PTH110
+        if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
             raise ValueError(f"readable has {path!r}, which must be a file or folder that exists, not a whole system.")
     if isinstance(network, str):
         check_choice(("none", "allow", "a list of hosts"), network=network)

@@ -130,11 +130,16 @@ class AgentSession:
         for task in self._pending:
             task.cancel()
 
-    def trajectory(self, reward: float | None) -> Trajectory:
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._snapshots)
+
+    def trajectory(self, reward: float | None, *, is_truncated: bool = False) -> Trajectory:
         """Returns all requests and answers as one trajectory.
 
         Args:
             reward: the agent's reward, placed on the last token; None leaves `Trajectory.rewards` unset.
+            is_truncated: whether a limit ended the agent, not only refused a request.
 
         Raises:
             RolloutError: if the agent sent no request.
@@ -148,7 +153,7 @@ class AgentSession:
         num_turns = len(joined.turns)
         trajectory = joined.trajectory(
             [0.0] * (num_turns - 1) + [reward or 0.0],
-            is_truncated=self.exceeds_limit or joined.turns[-1].finish_reason == "length",
+            is_truncated=is_truncated or joined.turns[-1].finish_reason == "length",
             metrics={"turns": float(num_turns), "rows": float(num_rows)},
         )
         trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)

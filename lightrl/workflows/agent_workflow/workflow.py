@@ -15,6 +15,7 @@ import asyncio
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.bounds import check_bounds, check_effect, check_positive, finite_number
@@ -26,6 +27,7 @@ from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.agent_workflow.command import (
     OF_PROGRAM,
     AgentCommand,
+    AgentFailed,
     AgentLimits,
     AgentResult,
     check_command,
@@ -75,6 +77,8 @@ class AgentWorkflow(Workflow):
         max_tokens: maximum number of tokens in a conversation; the model's context by default, which it cannot exceed.
             A longer request is refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
+        failed_reward: the reward if the agent raises, or its program fails, after an answer of the policy; None drops
+            the trajectory. If bad answers make agents fail, dropping hides from the policy that they are bad.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
         renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
@@ -102,6 +106,7 @@ class AgentWorkflow(Workflow):
         max_agents: int = 64,
         max_tokens: int | None = None,
         truncated_reward: float = 0.0,
+        failed_reward: float | None = None,
         tool_parser: str | ToolParser | None = None,
         renderer: str | None = None,
     ) -> None:
@@ -119,6 +124,7 @@ class AgentWorkflow(Workflow):
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
+        self.failed_reward = failed_reward
         parse_calls = None if tool_parser is None else function_of(tool_parser, "tool_parser")
         self.parser = completion_parser(tokenizer, parse_calls, renderer)
         self.template: TurnRenderer = TurnRenderer(tokenizer)
@@ -158,7 +164,7 @@ class AgentWorkflow(Workflow):
         async with self.endpoint.serving(session) as (base_url, api_key):
             result = await self._run_agent(session, base_url, api_key)
         try:
-            trajectory = session.trajectory(result.reward)
+            trajectory = session.trajectory(result.reward, is_truncated=result.is_truncated)
         except RolloutError as error:
             delete_workspace(result.workspace)
             printed = "" if result.workspace is None else f" It printed {result.output[-300:]!r}."
@@ -178,15 +184,19 @@ class AgentWorkflow(Workflow):
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=timeout_s, name=name))
         await wait_or_abandon(running, session.failure)
         if session.failure.done():
-            if running.done() and not running.cancelled() and running.exception() is None:
-                delete_workspace(getattr(running.result(), "workspace", None))
+            if running.done() and not running.cancelled():
+                delete_workspace(getattr(running.exception() or running.result(), "workspace", None))
             raise session.failure.result()
         try:
             returned = running.result()
         except RolloutError as error:
-            if isinstance(error, CallTimeout) or not session.exceeds_limit:
-                raise
-            return AgentResult(self.truncated_reward)
+            left = error.result if isinstance(error, AgentFailed) else AgentResult()
+            if session.exceeds_limit and not isinstance(error, CallTimeout):
+                return replace(left, reward=self.truncated_reward, is_truncated=True)
+            if self.failed_reward is not None and session.has_answers and not isinstance(error, CallTimeout):
+                return replace(left, reward=self.failed_reward)
+            delete_workspace(left.workspace)
+            raise
         result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
         number = finite_number(result.reward)
         if number is None and result.reward is not None:
@@ -194,4 +204,4 @@ class AgentWorkflow(Workflow):
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )
-        return AgentResult(number, result.workspace, result.output)
+        return replace(result, reward=number)

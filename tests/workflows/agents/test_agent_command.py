@@ -262,10 +262,23 @@ def test_a_program_is_killed_when_the_engine_fails() -> None:
 
 
 def test_no_room_for_a_request_is_a_truncated_trajectory() -> None:
-    trajectory = play(workflow_of("ask('a')\nask('x' * 500)", truncated_reward=-1.0))
+    program = "print(ask('a')); open('answer.txt', 'w').write('so far')\nask('x' * 500)"
+    trajectory = play(workflow_of(program, truncated_reward=-1.0))
     assert trajectory.is_truncated
     assert (trajectory.rewards or [0.0])[-1] == -1.0
-    assert trajectory.workspace is None
+    assert Path(str(trajectory.workspace), "answer.txt").read_text() == "so far"
+    assert "42\n" in str(trajectory.agent_output)
+
+
+def test_a_program_that_fails_after_an_answer_can_have_a_reward() -> None:
+    program = "open('answer.txt', 'w').write(ask('a')); sys.exit('bad answer')"
+    trajectory = play(workflow_of(program, failed_reward=-0.5))
+    assert ((trajectory.rewards or [0.0])[-1], trajectory.is_truncated) == (-0.5, False)
+    assert trajectory.agent_output == "bad answer\n"
+    assert Path(str(trajectory.workspace), "answer.txt").read_text() == "42"
+    for other in ("sys.exit('before an answer')", "ask('a')\nimport time; time.sleep(600)"):
+        with pytest.raises(RolloutError, match=r"exited: 1|did not finish"):
+            play(workflow_of(other, failed_reward=-0.5, agent_timeout_s=10.0))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ TABLE = {
 }  # fmt: skip
 # What an agent has not where namespaces are refused: a name and a host's name, a /tmp, shared memory, other processes.
 NEEDS_VIEW = {"python's user", "node's user", "tmux", "whoami", "a fixed path in /tmp", "mktemp", "python's semaphores",
-              "processes", "names of hosts", "node's server", "curl of a local server"}  # fmt: skip
+              "processes", "names of hosts", "ssh-keygen", "node's server", "curl of a local server"}  # fmt: skip
 SLOW = {"a local wheel", "python -m venv", "java", "npm", "g++", "node's files"}  # as fast as this machine's processor
 
 # Runs the table in the current folder; prints the results.

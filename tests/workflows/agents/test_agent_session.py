@@ -373,7 +373,7 @@ def test_no_room_is_an_error_that_the_agent_can_handle() -> None:
         return 0.25
 
     trajectory = play(with_client(talk), scripted("fine"), max_tokens=60)
-    assert trajectory.is_truncated
+    assert not trajectory.is_truncated  # the agent went on
     assert trajectory.rewards[-1] == 0.25
 
 

@@ -127,6 +127,25 @@ attempt("follow", lambda: open({shared + "/link"!r}).read())
         assert sorted(path.name for path in Path(shared).iterdir()) == ["key", "socket"]
 
 
+def test_a_script_in_tmp_opens_no_other_file_there() -> None:
+    with tempfile.TemporaryDirectory(prefix="lightrl-test-", dir="/tmp") as folder:
+        key, script = Path(f"{folder}.key"), Path(f"{folder}.py")
+        try:
+            key.write_text("secret")
+            program = f"attempt('read', lambda: open({str(key)!r}).read())\nopen({str(key)!r}, 'w').write('mine')\n"
+            script.write_text(f"#!{sys.executable}\n{TRY}\n{program}attempt('change', lambda: open(__file__, 'a'))")
+            script.chmod(0o777)
+            command = AgentCommand([str(script)], None, {}, (), "none", AgentLimits(), 600.0, str)
+            output = run(command)
+            if "view" not in (command.layers or []):
+                pytest.skip(f"this system has no view: {command.layers}")
+            assert output.split() == ["read", "no", "change", "no"]
+            assert key.read_text() == "secret"
+        finally:
+            key.unlink()
+            script.unlink()
+
+
 def test_a_folder_moved_while_an_agent_is_in_it_leads_nowhere() -> None:
     program = """
 work = os.getcwd()
@@ -287,6 +306,7 @@ def test_a_secret_reaches_the_program_and_neither_its_output_nor_a_message(monke
         ({"environment": {"A": "{env:LIGHTRL_NO_SUCH}"}}, "environment has A: .*LIGHTRL_NO_SUCH is not set"),
         ({"readable": ["/no/such"]}, "readable has '/no/such', which must be a file or folder that exists"),
         ({"readable": ["/"]}, "readable has '/', which must be"),
+        ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},

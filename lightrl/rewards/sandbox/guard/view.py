@@ -54,7 +54,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     real = {os.path.realpath(path) for path in links}
     shown: dict[str, int] = {}
     for path in [*sorted(real), *sorted(links - real)]:  # a folder comes before what is in it, and a link last
-        if _is_below(path, hidden):
+        if _is_below(path, hidden) and path not in (*own, "/run"):  # a script in /tmp does not show all of /tmp
             with contextlib.suppress(OSError):
                 shown[path] = os.open(path, os.O_PATH)
     if not _mount_etc(uid, f"{folder}/home", has_network):
