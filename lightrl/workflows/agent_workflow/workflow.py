@@ -110,8 +110,8 @@ class AgentWorkflow(Workflow):
         tool_parser: str | ToolParser | None = None,
         renderer: str | None = None,
     ) -> None:
-        command_settings = {"command": command, "workspace_template": workspace_template, "environment": environment}
-        command_settings |= {"readable": readable, "network": network, "limits": limits}
+        command_settings: dict[str, Any] = {"command": command, "workspace_template": workspace_template}
+        command_settings |= {"environment": environment, "readable": readable, "network": network, "limits": limits}
         bounds = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
         self.check_settings(agent=agent, **command_settings, **bounds)
         self.limits = limits or AgentLimits()
