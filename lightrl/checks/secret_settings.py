@@ -19,7 +19,7 @@ _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(
 # A setting is secret if its name ends with such a word: hf_token, but neither token_file nor max_new_tokens.
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
 _BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
-_PLACEHOLDER = re.compile(r"(Bearer )?\{\w+\}")  # filled in during the run
+_PLACEHOLDER = re.compile(r"(Bearer )?\{(env:)?\w+\}")  # filled in during the run
 _USER = re.compile(r"(?<=://)[^\s/?#@:{}'\"]*:[^\s/?#{}'\"]*@|(?<=http://|ttps://)[^\s/?#{}'\"]+@")  # in a URL
 _ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument or a header
 

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tiny_run import GROUP_SIZE, Digits, TinyGRPO, make_trainer, train
 from waits import comes_true
 
-from lightrl import Prompt, Trajectory
+from lightrl import Prompt, Trajectory, TrajectoryLog
 from lightrl.workflows import AgentWorkflow
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
@@ -76,6 +76,7 @@ headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-T
 answer = urllib.request.urlopen(
     urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
 )
+print(os.environ["SERVICE_KEY"])
 open("answer.txt", "w").write(json.load(answer)["choices"][0]["message"]["content"])
 """
 
@@ -85,7 +86,9 @@ class ProgramRun(TinyGRPO):
 
     def __init__(self) -> None:
         def workflow(tokenizer: Any) -> AgentWorkflow:
-            return AgentWorkflow(tokenizer, command=[sys.executable, "-c", PROGRAM], max_tokens=32)
+            environment = {"SERVICE_KEY": "{env:LIGHTRL_TEST_KEY}"}
+            command = [sys.executable, "-c", PROGRAM]
+            return AgentWorkflow(tokenizer, command=command, environment=environment, max_tokens=32)
 
         super().__init__(workflow=workflow, group_size=2)
         self.workspaces: list[Path] = []
@@ -99,9 +102,16 @@ class ProgramRun(TinyGRPO):
 
 
 @pytest.mark.extra
-def test_a_program_is_trained_by_what_it_leaves_in_its_folder_which_is_deleted(tmp_path: Path) -> None:
+def test_a_program_is_trained_by_what_it_leaves_in_its_folder_which_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTRL_TEST_KEY", "sk-0123456789abcdef")
     module = ProgramRun()
-    train(tmp_path, module, Digits(chat_template=TEMPLATE), max_steps=2, limit_val_batches=0)
+    log = TrajectoryLog()
+    train(tmp_path, module, Digits(chat_template=TEMPLATE), max_steps=2, limit_val_batches=0, callbacks=[log])
+    texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert any(b"{env:LIGHTRL_TEST_KEY}" in text for text in texts)  # what the program printed
+    assert not any(b"sk-0123456789abcdef" in text for text in texts)
     assert [len(experience) for experience in module.experiences] == [4, 4]
     assert len(set(module.workspaces)) >= 8
     for workspace in module.workspaces:

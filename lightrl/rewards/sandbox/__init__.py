@@ -9,7 +9,17 @@ May import: what rewards/ may. guard/ imports only the standard library.
 
 from lightrl.rewards.sandbox.guard.guard import remove_folder
 from lightrl.rewards.sandbox.guard.layers import unprotected_by
-from lightrl.rewards.sandbox.local import GUARD_COMMAND, SYSTEM_PATHS, Limits, LocalSandbox, Run, Sandbox, what_to_allow
+from lightrl.rewards.sandbox.guard.network import split_host
+from lightrl.rewards.sandbox.local import (
+    GUARD_COMMAND,
+    SYSTEM_PATHS,
+    Limits,
+    LocalSandbox,
+    Run,
+    Sandbox,
+    guard_prefix,
+    what_to_allow,
+)
 
 __all__ = ["GUARD_COMMAND", "SYSTEM_PATHS", "Limits", "LocalSandbox", "Run", "Sandbox"]
-__all__ += ["remove_folder", "unprotected_by", "what_to_allow"]
+__all__ += ["guard_prefix", "remove_folder", "split_host", "unprotected_by", "what_to_allow"]

@@ -176,10 +176,8 @@ class LocalSandbox:
         with self._lock:
             if self._guard is None or self._guard.poll() is not None:
                 self._end_guard()
-                if (groups := parent_of_groups()) is not None:
-                    remove_left_behind(groups, f"{_PREFIX}*")
                 self._guard = subprocess.Popen(
-                    [*GUARD_COMMAND, own_prefix(_PREFIX)],
+                    [*GUARD_COMMAND, guard_prefix()],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     bufsize=0,
@@ -234,6 +232,13 @@ class LocalSandbox:
                 what_to_allow(missing=missing),
             )
         self._warned_of = missing
+
+
+def guard_prefix() -> str:
+    """Returns the prefix of a guard's folders and cgroups; first removes those of dead processes."""
+    if (groups := parent_of_groups()) is not None:
+        remove_left_behind(groups, f"{_PREFIX}*")
+    return own_prefix(_PREFIX)
 
 
 def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collection[str] = ()) -> str:

@@ -11,6 +11,7 @@ Reading order:
 May import: what workflows/ may.
 """
 
+from lightrl.workflows.agent_workflow.command import AgentLimits
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
-__all__ = ["AgentWorkflow"]
+__all__ = ["AgentLimits", "AgentWorkflow"]

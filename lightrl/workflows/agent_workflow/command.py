@@ -2,7 +2,7 @@
 
 The sandbox's guard (lightrl/rewards/sandbox/guard) makes the folder: `work`, a copy of the template, where the program
 runs; `home`, `tmp` and `task.txt`. When the program exits, on cancellation, and when this process dies, the guard kills
-the program and all its children. It keeps the folder only if the program exits with code 0.
+the program and all its children. It keeps the folder if the program has ended.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -17,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -27,10 +29,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lightrl.checks.bounds import check_bounds, check_choice, finite_number
 from lightrl.checks.printable import count_text
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RolloutError
-from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits, remove_folder, unprotected_by, what_to_allow
+from lightrl.rewards.sandbox import (
+    GUARD_COMMAND,
+    SYSTEM_PATHS,
+    Limits,
+    guard_prefix,
+    remove_folder,
+    split_host,
+    unprotected_by,
+    what_to_allow,
+)
 from lightrl.trajectory import Prompt, plain_text
 
 log = logging.getLogger(__name__)
@@ -39,13 +51,14 @@ _PREFIX = "lightrl-agents-"
 _GRACE_S = 10.0  # time for a guard to kill its processes and remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
-# Only parts of /etc, because a program that runs as root could otherwise read root's private files.
-_ETC = ("passwd", "group", "hosts", "nsswitch.conf", "ssl", "mime.types")  # Python's mimetypes needs mime.types
-_READABLE = (*SYSTEM_PATHS, "/sys", *(f"/etc/{name}" for name in _ETC))
-# The deadline bounds the CPU time; memory is unbounded because programs reserve far more than they use.
-_LIMITS = asdict(Limits(max_processes=1024, max_open_files=4096, output_kib=64))
-_LIMITS |= dict.fromkeys(("cpu_s", "memory_mib", "file_mib"), 1 << 30)
-
+_READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
+# The deadline bounds the CPU time.
+_LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
+_UNBOUNDED = 1 << 30
+_TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
+OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that only a program can have
+_INTERPRETERS = ("python3", "python", "node")  # on PATH these may link to elsewhere
+_SECRET = re.compile(r"\{env:(\w+)\}")
 
 _ARGUMENT_LIMITS = (
     " An argument or variable must be smaller than 128 KiB and contain no NUL character. Without {task} in the "
@@ -63,12 +76,53 @@ def root_of(process: int) -> str:
 
 
 @dataclass(frozen=True)
+class AgentLimits:
+    """Limits of one agent; None is no limit. At one of its program the program is killed, and its trajectory dropped.
+
+    At one of its requests, the endpoint refuses further ones (`limit_exceeded`), as it does for `max_tokens`.
+
+    Args:
+        memory_mib: memory of all its processes together.
+        disk_mib: its files together, looked at about once a second, and each file for itself.
+        processes: processes and threads.
+        requests: answers that it gets.
+        turns: answers within one conversation.
+        total_tokens: tokens of all its rows together, which are read as one microbatch.
+    """
+
+    memory_mib: int | None = None
+    disk_mib: int | None = None
+    processes: int = 1024
+    requests: int | None = None
+    turns: int | None = None
+    total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(1, **{f"limits.{name}": value for name, value in asdict(self).items()})
+
+    def of_program(self, timeout_s: float) -> dict[str, Any]:
+        """Returns the guard's limits."""
+        limits = {"memory_mib": self.memory_mib or _UNBOUNDED, "file_mib": self.disk_mib or _UNBOUNDED}
+        return _LIMITS | limits | {"disk_mib": self.disk_mib, "max_processes": self.processes, "wall_s": timeout_s}
+
+
+@dataclass(frozen=True)
 class AgentResult:
     """An agent's reward, together with its folder and output."""
 
     reward: float | None = None
     workspace: str | None = None  # a folder for the reward function, deleted afterwards
     output: str = ""
+    is_truncated: bool = False  # ended by a limit
+
+
+class AgentFailed(RolloutError):
+    """Raised if a program fails, with what it left; who catches it deletes the workspace."""
+
+    def __init__(self, message: str, result: AgentResult = AgentResult()) -> None:
+        super().__init__(message)
+        self.result = result
+        self.workspace = result.workspace
 
 
 @dataclass
@@ -78,6 +132,9 @@ class AgentCommand:
     command: Sequence[str]
     template: str | None
     environment: Mapping[str, str]
+    readable: Sequence[str]
+    network: str | Sequence[str]
+    limits: AgentLimits
     timeout_s: float
     decode: Callable[..., Any]  # turns a prompt without messages into text
     # Parent of the folders. The process that computes rewards makes it, since workflow workers may exit earlier.
@@ -89,11 +146,13 @@ class AgentCommand:
         workspace = f"{self.root}/{secrets.token_hex(8)}/work"
         is_kept = False
         try:
-            reply = await _run_under_guard(self._request_of(workspace, prompt, base_url, api_key))
-            is_kept = reply["exit_code"] == 0
+            request = self.request_of(workspace, prompt, base_url, api_key)
+            reply = await run_under_guard(request)
+            is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
-            raise RolloutError(f"{self.command[0]} could not be started: {error}.{help_}") from error
+            problem = self._without_secrets(str(error)).rstrip(".")
+            raise RolloutError(f"{self.command[0]} could not be started: {problem}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)
         if reply["layers"] != self.layers:  # log it once
@@ -102,18 +161,49 @@ class AgentCommand:
             if unprotected := unprotected_by({*self.layers, "seccomp"}):
                 text = "Agents run although nothing protects %s from them. %s See docs/security.md."
                 log.warning(text, " and ".join(unprotected), what_to_allow())
-            if "namespaces" not in self.layers:
+            if "namespaces" not in self.layers and self.network == "none":
                 log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
-        if not is_kept:
-            code, limit = reply["exit_code"], reply["stopped_by"]
-            how = f"was stopped by its limit of {limit}" if limit else f"exited: {code}"
-            raise RolloutError(f"{self.command[0]} {how}. It printed {reply['stdout'][-300:]!r}.")
-        if reply["removed"]:
+            if "view" not in self.layers:
+                text = "Agents find this machine's /etc, and neither a name for their user nor a /tmp. %s"
+                log.warning(text, what_to_allow())
+        output = self._without_secrets(reply["stdout"])
+        if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
             text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
-            log.warning(text, count_text(len(reply["removed"]), "entry"), ", ".join(reply["removed"][:3]))
-        return AgentResult(workspace=workspace, output=reply["stdout"])
+            log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
+        result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
+        if reply["exit_code"] != 0:
+            how = self._how_it_failed(reply, request)
+            raise AgentFailed(f"{self.command[0]} {how}. It printed {output[-300:]!r}.", result)
+        return result
 
-    def _request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
+    def _how_it_failed(self, reply: dict[str, Any], request: dict[str, Any]) -> str:
+        code, limit, output = reply["exit_code"], reply["stopped_by"], reply["stdout"]
+        names = {"memory": "memory_mib", "disk": "disk_mib", "processes": "processes"}
+        if limit is not None:
+            setting = f" (limits.{names[limit]}={getattr(self.limits, names[limit])})" if limit in names else ""
+            return f"was stopped by its limit of {limit}{setting}"
+        how = f"exited: {code}"
+        if self.limits.disk_mib and (code == -signal.SIGXFSZ or os.strerror(errno.EFBIG) in output):
+            how += f", perhaps because a file reached limits.disk_mib={self.limits.disk_mib}"
+        if os.strerror(errno.EAGAIN) in output:
+            how += f", perhaps because it reached limits.processes={self.limits.processes}"
+        readable = tuple(f"{os.path.realpath(path)}/" for path in (*request["readable"], *request["needed"]))
+        for word in request["command"][1:]:
+            if word.startswith("/") and Path(word).exists() and not f"{os.path.realpath(word)}/".startswith(readable):
+                return f"{how}. It cannot read {word}: add it or its folder to readable"
+        return how
+
+    def _without_secrets(self, text: str) -> str:
+        """Replaces what `{env:NAME}` stands for, because output and messages are logged."""
+        names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
+        secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
+        for secret in sorted(secret_names, key=len, reverse=True):
+            text = text.replace(secret, f"{{env:{secret_names[secret]}}}")
+        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:  # its start may be the end of a secret
+            text = text[max(map(len, secret_names), default=0) :]
+        return text
+
+    def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
         task = plain_text(prompt.messages) if prompt.messages else prompt.text(self.decode)
         folder = workspace.removesuffix("/work")
@@ -133,35 +223,128 @@ class AgentCommand:
             raise PermissionError(f"{expansion}, which is outside the template's folder")
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         names_task = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
-        environment = {name: fill(value) for name, value in environment.items()}
+
+        def fill_variable(text: str) -> str:  # in one pass, so that a row cannot name a variable
+            return re.sub(
+                rf"{_SECRET.pattern}|\{{\w+\}}", lambda each: os.environ[each[1]] if each[1] else fill(each[0]), text
+            )
+
+        environment = {name: fill_variable(value) for name, value in environment.items()}
         program = shutil.which(fill(self.command[0]), path=environment["PATH"])
         if program is None:
             raise FileNotFoundError("there is no such program")
         program = os.path.abspath(program)  # noqa: PTH100  # not resolved: the link selects a virtual environment
-        folders = _program_folders(program, environment["PATH"])
+        search_path = environment["PATH"].split(os.pathsep)
+        programs = [program, *(os.path.join(path, name) for path in search_path for name in _INTERPRETERS)]  # noqa: PTH118
+        files = {file for each in programs for file in _files_that_run(each, environment["PATH"])}
+        of_program = _with_libraries({str(Path(file).parent) for file in files})
+        of_path = _with_libraries({*search_path} - {""}, has_home=False)
         request: dict[str, Any] = {"command": [program, *map(fill, self.command[1:])], "environment": environment}
         request |= {"template": template, "files": {"task.txt": task}, "stdin": "" if names_task else task}
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
-        request |= {"folder": folder, "readable": [*_READABLE, program, *map(str, folders)], "unprotected": True}
-        return request | {"limits": _LIMITS | {"wall_s": self.timeout_s + 10}}  # the caller's deadline expires first
+        request["layers"] += ["cgroup"] if self.limits.memory_mib else []
+        request |= {"folder": folder, "readable": [*_READABLE, *of_path], "unprotected": True, "network": self.network}
+        request["needed"] = [program, *of_program, *filter(os.path.exists, map(os.path.expanduser, self.readable))]
+        timeout_s = timeout_of(prompt, self.timeout_s)
+        return request | {"limits": self.limits.of_program(timeout_s + 10)}  # the caller's deadline expires first
 
 
-def _program_folders(program: str, search_path: str) -> set[Path]:
-    """Returns a program's folders, the folders in PATH, and the parent of each `bin`, which contains its libraries."""
-    of_program = {Path(program).parent, Path(program).resolve().parent}
-    folders = of_program | set(map(Path, search_path.split(os.pathsep)))
-    outside_home = {folder for folder in folders if folder in of_program or Path.home() not in folder.parents}
-    above_bin = {folder.parent for folder in outside_home if folder.name in ("bin", ".bin")}  # ~/.local contains keys
-    return (folders | above_bin) - {Path(), Path("/"), Path.home()}
+def timeout_of(prompt: Prompt, timeout_s: float) -> float:
+    """Returns a row's deadline, by default the workflow's; raises RolloutError if the row has a wrong one."""
+    value = prompt.fields.get("agent_timeout_s", timeout_s)
+    if (number := finite_number(value)) is None or number <= 0:
+        text = f"The column agent_timeout_s of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
+        raise RolloutError(text)
+    return number
 
 
-def check_command(command: Sequence[str] | None, template: str | None) -> None:
-    """Raises ValueError if the program or the template does not exist; names with braces are checked later."""
+def _files_that_run(program: str, search_path: str) -> list[str]:
+    """Returns a program, what it links to, the interpreter in its first line, and what that links to."""
+    files: list[str] = []
+    waiting = [program, os.path.realpath(program)]
+    while waiting:
+        file = waiting.pop()
+        if file in files or not Path(file).is_file():
+            continue
+        files.append(file)
+        if Path(file).is_symlink():
+            waiting.append(os.path.normpath(Path(file).parent.resolve() / Path(file).readlink()))
+        else:
+            waiting += _interpreters(file, search_path)
+        settings = Path(file).parent.parent / "pyvenv.cfg"  # names the Python of a virtual environment without links
+        if settings.is_file() and (home := re.search(r"^home *= *(.+)$", settings.read_text(errors="replace"), re.M)):
+            waiting.append(f"{home[1].strip()}/python3")
+    return files
+
+
+def _interpreters(file: str, search_path: str) -> list[str]:
+    """Returns the programs that the first lines of a script name."""
+    try:
+        with Path(file).open("rb") as script:
+            start = os.fsdecode(script.read(4096))
+    except OSError:
+        return []
+    if not start.startswith("#!"):
+        return []
+    first, *words = start[2:].partition("\n")[0].split() or [""]
+    found = [first]
+    if Path(first).name == "env":
+        name = next((word for word in words if not word.startswith("-") and "=" not in word), "")
+        found.append(shutil.which(name, path=search_path) or "")
+    # The second line of pip's scripts for an interpreter with a long path, or with a space in it.
+    if long := re.search(r"^'''exec' (?:\"([^\"]+)\"|(\S+))", start, re.MULTILINE):
+        found.append(long[1] or long[2])
+    return found
+
+
+def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
+    """Adds where links lead, and the parent of each `bin`, which has its libraries; of `~/.local` and the like, `lib`.
+
+    Args:
+        has_home: whether to add parents in the user's home too.
+    """
+    home = Path.home()
+    paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
+    for folder in [path for path in paths if path.name in ("bin", ".bin") and (has_home or home not in path.parents)]:
+        above = folder.parent
+        has_keys = above.parent == home and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
+        paths.add(above / "lib" if has_keys else above)
+    return set(map(str, paths - {Path(), Path("/"), home}))
+
+
+def check_command(
+    command: Sequence[str] | None,
+    template: str | None,
+    environment: Mapping[str, str],
+    readable: Sequence[str],
+    network: str | Sequence[str],
+) -> None:
+    """Raises ValueError if a setting cannot work; names of programs and templates with braces are checked later."""
     words = [] if command is None or isinstance(command, str) else command[:1]
     if command is not None and not any("{" in word or shutil.which(word) for word in words):
         raise ValueError(f"command must be a list that starts with a program's path or name on PATH, got {command!r}.")
     if template is not None and "{" not in template and not Path(template).is_dir():
         raise ValueError(f"workspace_template={template!r} must be a folder. Create it, or leave the setting out.")
+    for word in command or ():
+        if _SECRET.search(word):
+            raise ValueError(f"command has {word!r}, but all users can read arguments. Set a variable of environment.")
+    for name, value in environment.items():
+        for secret in _SECRET.findall(value):
+            if secret not in os.environ:
+                raise ValueError(
+                    f"environment has {name}: {value!r}, but {secret} is not set. Export it before the run."
+                )
+    for path in readable:
+        real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+        if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
+            raise ValueError(f"readable has {path!r}, which must be a file or folder that exists, not a whole system.")
+    if isinstance(network, str):
+        check_choice(("none", "allow", "a list of hosts"), network=network)
+    for host in () if isinstance(network, str) else network:
+        try:
+            split_host(host)
+        except ValueError as error:
+            raise ValueError(f"network must be none, allow or a list of hosts: {error}.") from error
 
 
 def delete_workspace(workspace: str | None) -> None:
@@ -178,10 +361,10 @@ def delete_workspace(workspace: str | None) -> None:
         threading.Thread(target=remove_folder, args=(str(folder),), name="lightrl-delete").start()
 
 
-async def _run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
+async def run_under_guard(request: dict[str, Any]) -> dict[str, Any]:
     """Returns the guard's reply or raises OSError; on cancellation, waits until the guard has killed the program."""
     guard = await asyncio.create_subprocess_exec(
-        *GUARD_COMMAND, "", stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True
+        *GUARD_COMMAND, guard_prefix(), stdin=PIPE, stdout=PIPE, limit=1 << 22, start_new_session=True
     )
     assert guard.stdin is not None
     assert guard.stdout is not None

@@ -21,7 +21,7 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
+from lightrl.workflows.agent_workflow.command import AgentLimits
 from lightrl.workflows.agent_workflow.completion_parser import CompletionParser, parse_text
 from lightrl.workflows.agent_workflow.protocol import (
     AgentRequest,
@@ -59,6 +60,7 @@ class _Snapshot:
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
+    num_row_tokens: int  # all tokens, 0 if a longer conversation continues this one
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class EncodedRequest:
     conversation: Conversation  # ends with the request's last message
     keys: list[MessageKey]  # one per message
     num_prompt_tokens: int
+    parent: _Snapshot | None  # the conversation that it continues
 
 
 @dataclass(eq=False)
@@ -80,7 +83,8 @@ class AgentSession:
     renderer: TurnRenderer  # shared by all sessions; has a chat template
     parser: CompletionParser
     max_tokens: int  # limit of one branch, at most the model's context
-    exceeds_max_tokens: bool = False  # whether a request was too long for max_tokens
+    limits: AgentLimits = field(default_factory=AgentLimits)
+    exceeds_limit: bool = False  # whether a request was refused because of max_tokens or a limit
 
     def __post_init__(self) -> None:
         # The error that fails the trajectory, whatever the agent does; set once.
@@ -89,6 +93,7 @@ class AgentSession:
         # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
         self._pending: set[asyncio.Task[Completion]] = set()
+        self._num_tokens = 0  # of all rows
         self._is_closed = False
 
     async def prepare(self, request: AgentRequest) -> EncodedRequest:
@@ -108,7 +113,7 @@ class AgentSession:
                 conversation = parent.conversation.copy()
                 new = request.messages[len(parent.keys) :]
                 conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-            return EncodedRequest(request, conversation, keys, len(conversation.token_ids))
+            return EncodedRequest(request, conversation, keys, len(conversation.token_ids), parent)
 
     async def answer(self, encoded: EncodedRequest) -> Answer:
         """Waits for the engine and returns the policy's answer. On cancellation, the engine drops the completion.
@@ -125,11 +130,16 @@ class AgentSession:
         for task in self._pending:
             task.cancel()
 
-    def trajectory(self, reward: float | None) -> Trajectory:
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._snapshots)
+
+    def trajectory(self, reward: float | None, *, is_truncated: bool = False) -> Trajectory:
         """Returns all requests and answers as one trajectory.
 
         Args:
             reward: the agent's reward, placed on the last token; None leaves `Trajectory.rewards` unset.
+            is_truncated: whether a limit ended the agent, not only refused a request.
 
         Raises:
             RolloutError: if the agent sent no request.
@@ -143,7 +153,7 @@ class AgentSession:
         num_turns = len(joined.turns)
         trajectory = joined.trajectory(
             [0.0] * (num_turns - 1) + [reward or 0.0],
-            is_truncated=self.exceeds_max_tokens or joined.turns[-1].finish_reason == "length",
+            is_truncated=is_truncated or joined.turns[-1].finish_reason == "length",
             metrics={"turns": float(num_turns), "rows": float(num_rows)},
         )
         trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
@@ -174,6 +184,7 @@ class AgentSession:
     async def _answer(self, encoded: EncodedRequest) -> Answer:
         """Generates until no call is malformed, or `_MAX_CORRECTIONS` are used up; records the last completion."""
         request, conversation = encoded.request, encoded.conversation
+        self._check_limits(encoded)
         for num_corrections in range(_MAX_CORRECTIONS + 1):
             prompt_ids = conversation.token_ids
             completion = await self._request_completion(prompt_ids, request.max_new_tokens)
@@ -207,8 +218,30 @@ class AgentSession:
         if calls:
             self._keys[identity] = key
         keys, num_prompt_tokens = [*encoded.keys, key], encoded.num_prompt_tokens
-        self._snapshots.append(_Snapshot(conversation, keys, request.tools, identity, num_prompt_tokens))
+        if encoded.parent is not None:  # this conversation replaces its row
+            self._num_tokens -= encoded.parent.num_row_tokens
+            encoded.parent.num_row_tokens = 0
+        snapshot = _Snapshot(
+            conversation, keys, request.tools, identity, num_prompt_tokens, len(conversation.token_ids)
+        )
+        self._num_tokens += snapshot.num_row_tokens
+        self._snapshots.append(snapshot)
         return answer
+
+    def _check_limits(self, encoded: EncodedRequest) -> None:
+        """Refuses a request beyond a limit of the agent; counts those that wait for the engine too."""
+        parent_tokens = 0 if encoded.parent is None else encoded.parent.num_row_tokens
+        used = {
+            "requests": (len(self._snapshots) + len(self._pending), "answers"),
+            "turns": ([role for role, _, _ in encoded.keys].count("assistant"), "answers in one conversation"),
+            "total_tokens": (self._num_tokens - parent_tokens + encoded.num_prompt_tokens, "tokens in all its rows"),
+        }
+        for name, (number, what) in used.items():
+            limit = getattr(self.limits, name)
+            if limit is not None and number >= limit:
+                self.exceeds_limit = True
+                text = f"The agent has used up limits.{name}={limit} with {number} {what}. Finish without this request."
+                raise RequestRefused(text, code="limit_exceeded")
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
         """Returns the result of `encode`; long messages use a thread, so that they do not block other sessions."""
@@ -234,7 +267,7 @@ class AgentSession:
     async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
         max_new = self.max_tokens - len(token_ids)
         if max_new < 1:
-            self.exceeds_max_tokens = True
+            self.exceeds_limit = True
             raise RequestRefused(
                 f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
                 f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "

@@ -15,7 +15,8 @@ import asyncio
 import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.checks.bounds import check_bounds, check_effect, check_positive, finite_number
 from lightrl.checks.user_code import function_of
@@ -23,7 +24,16 @@ from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import CallTimeout, call_within
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.agent_workflow.command import AgentCommand, AgentResult, check_command, delete_workspace
+from lightrl.workflows.agent_workflow.command import (
+    OF_PROGRAM,
+    AgentCommand,
+    AgentFailed,
+    AgentLimits,
+    AgentResult,
+    check_command,
+    delete_workspace,
+    timeout_of,
+)
 from lightrl.workflows.agent_workflow.completion_parser import completion_parser
 from lightrl.workflows.agent_workflow.endpoint import OpenAIEndpoint
 from lightrl.workflows.agent_workflow.session import AgentSession
@@ -57,11 +67,18 @@ class AgentWorkflow(Workflow):
             the deadline the program and its children are killed. If the kernel allows, it can reach only the endpoint.
         workspace_template: a folder; each program runs in a copy of it.
         environment: more environment variables for the program, which inherits only PATH from this process.
-        agent_timeout_s: deadline of one call of the function, or of one run of the program.
+            `{env:NAME}` is a variable of this process, for secrets.
+        readable: more files and folders that the program may read.
+        network: `none`, `allow` (this machine's), or hosts that the program may reach through an HTTP proxy.
+        limits: of one agent.
+        agent_timeout_s: deadline of one call of the function, or of one run of the program; a row's column of this name
+            replaces it.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
         max_tokens: maximum number of tokens in a conversation; the model's context by default, which it cannot exceed.
             A longer request is refused (`context_length_exceeded`), and the trajectory is truncated.
         truncated_reward: the reward if the agent raises because of such a refusal.
+        failed_reward: the reward if the agent raises, or its program fails, after an answer of the policy; None drops
+            the trajectory. If bad answers make agents fail, dropping hides from the policy that they are bad.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
         renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
@@ -82,24 +99,32 @@ class AgentWorkflow(Workflow):
         command: Sequence[str] | None = None,
         workspace_template: str | None = None,
         environment: Mapping[str, str] | None = None,
+        readable: Sequence[str] = (),
+        network: Literal["none", "allow"] | list[str] = "none",
+        limits: AgentLimits | None = None,
         agent_timeout_s: float = 600.0,
         max_agents: int = 64,
         max_tokens: int | None = None,
         truncated_reward: float = 0.0,
+        failed_reward: float | None = None,
         tool_parser: str | ToolParser | None = None,
         renderer: str | None = None,
     ) -> None:
-        command_settings = {"command": command, "workspace_template": workspace_template, "environment": environment}
-        limits = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
-        self.check_settings(agent=agent, **command_settings, **limits)
+        command_settings: dict[str, Any] = {"command": command, "workspace_template": workspace_template}
+        command_settings |= {"environment": environment, "readable": readable, "network": network, "limits": limits}
+        bounds = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
+        self.check_settings(agent=agent, **command_settings, **bounds)
+        self.limits = limits or AgentLimits()
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         if command is not None:
             self.agent_name = command[0]
-            agent = AgentCommand(command, workspace_template, environment or {}, agent_timeout_s, tokenizer.decode).run
+            settings = (command, workspace_template, environment or {}, readable, network, self.limits)
+            agent = AgentCommand(*settings, agent_timeout_s, tokenizer.decode).run
         self.agent = function_of(agent or "", "agent")
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens
         self.truncated_reward = truncated_reward
+        self.failed_reward = failed_reward
         parse_calls = None if tool_parser is None else function_of(tool_parser, "tool_parser")
         self.parser = completion_parser(tokenizer, parse_calls, renderer)
         self.template: TurnRenderer = TurnRenderer(tokenizer)
@@ -116,10 +141,14 @@ class AgentWorkflow(Workflow):
         command = settings.get("command")
         if (settings.get("agent") is None) == (command is None):
             raise ValueError("Set either agent (a function) or command (a program with its arguments).")
+        template, environment = settings.get("workspace_template"), settings.get("environment")
+        readable, network = settings.get("readable") or (), settings.get("network") or "none"
         if command is None:
-            names = ("workspace_template", "environment")
-            check_effect("without command", **{name: (settings.get(name), None) for name in names})
-        check_command(command, settings.get("workspace_template"))
+            limits = settings.get("limits") or AgentLimits()
+            of_program = {f"limits.{name}": (getattr(limits, name), getattr(AgentLimits, name)) for name in OF_PROGRAM}
+            check_effect("without command", workspace_template=(template, None), environment=(environment, None))
+            check_effect("without command", readable=(tuple(readable), ()), network=(network, "none"), **of_program)
+        check_command(command, template, environment or {}, readable, network)
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
         check_bounds(1, max_agents=settings.get("max_agents"))
         check_bounds(2, max_tokens=settings.get("max_tokens"))  # the prompt has at least one token
@@ -131,11 +160,11 @@ class AgentWorkflow(Workflow):
         """
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
-        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens)
+        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens, self.limits)
         async with self.endpoint.serving(session) as (base_url, api_key):
             result = await self._run_agent(session, base_url, api_key)
         try:
-            trajectory = session.trajectory(result.reward)
+            trajectory = session.trajectory(result.reward, is_truncated=result.is_truncated)
         except RolloutError as error:
             delete_workspace(result.workspace)
             printed = "" if result.workspace is None else f" It printed {result.output[-300:]!r}."
@@ -151,18 +180,23 @@ class AgentWorkflow(Workflow):
         name = f"The agent {self.agent_name}"
         # A copy, so that `prompt.messages.append(...)` does not affect the other trajectories of the group.
         arguments = (copy.deepcopy(session.prompt), base_url, api_key)
-        running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=self.agent_timeout_s, name=name))
+        timeout_s = timeout_of(session.prompt, self.agent_timeout_s)
+        running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=timeout_s, name=name))
         await wait_or_abandon(running, session.failure)
         if session.failure.done():
-            if running.done() and not running.cancelled() and running.exception() is None:
-                delete_workspace(getattr(running.result(), "workspace", None))
+            if running.done() and not running.cancelled():
+                delete_workspace(getattr(running.exception() or running.result(), "workspace", None))
             raise session.failure.result()
         try:
             returned = running.result()
         except RolloutError as error:
-            if isinstance(error, CallTimeout) or not session.exceeds_max_tokens:
-                raise
-            return AgentResult(self.truncated_reward)
+            left = error.result if isinstance(error, AgentFailed) else AgentResult()
+            if session.exceeds_limit and not isinstance(error, CallTimeout):
+                return replace(left, reward=self.truncated_reward, is_truncated=True)
+            if self.failed_reward is not None and session.has_answers and not isinstance(error, CallTimeout):
+                return replace(left, reward=self.failed_reward)
+            delete_workspace(left.workspace)
+            raise
         result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
         number = finite_number(result.reward)
         if number is None and result.reward is not None:
@@ -170,4 +204,4 @@ class AgentWorkflow(Workflow):
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."
             )
-        return AgentResult(number, result.workspace, result.output)
+        return replace(result, reward=number)

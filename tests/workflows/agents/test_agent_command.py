@@ -134,7 +134,7 @@ def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
     names, *rest = trajectory.agent_output.splitlines()
     assert set(names.split()) - {"LC_CTYPE", "LANG"} == {
         *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
-        *("HOME", "TMPDIR", "PATH", "NO_PROXY"),
+        *("HOME", "TMPDIR", "PATH", "NO_PROXY", "USER", "LOGNAME"),
     }
     assert rest == ["True"]
 
@@ -262,10 +262,23 @@ def test_a_program_is_killed_when_the_engine_fails() -> None:
 
 
 def test_no_room_for_a_request_is_a_truncated_trajectory() -> None:
-    trajectory = play(workflow_of("ask('a')\nask('x' * 500)", truncated_reward=-1.0))
+    program = "print(ask('a')); open('answer.txt', 'w').write('so far')\nask('x' * 500)"
+    trajectory = play(workflow_of(program, truncated_reward=-1.0))
     assert trajectory.is_truncated
     assert (trajectory.rewards or [0.0])[-1] == -1.0
-    assert trajectory.workspace is None
+    assert Path(str(trajectory.workspace), "answer.txt").read_text() == "so far"
+    assert "42\n" in str(trajectory.agent_output)
+
+
+def test_a_program_that_fails_after_an_answer_can_have_a_reward() -> None:
+    program = "open('answer.txt', 'w').write(ask('a')); sys.exit('bad answer')"
+    trajectory = play(workflow_of(program, failed_reward=-0.5))
+    assert ((trajectory.rewards or [0.0])[-1], trajectory.is_truncated) == (-0.5, False)
+    assert trajectory.agent_output == "bad answer\n"
+    assert Path(str(trajectory.workspace), "answer.txt").read_text() == "42"
+    for other in ("sys.exit('before an answer')", "ask('a')\nimport time; time.sleep(600)"):
+        with pytest.raises(RolloutError, match=r"exited: 1|did not finish"):
+            play(workflow_of(other, failed_reward=-0.5, agent_timeout_s=10.0))
 
 
 @pytest.mark.parametrize(
@@ -352,6 +365,68 @@ def test_a_task_that_cannot_be_an_argument_says_why_and_can_be_a_file(task: str,
     for program, arguments in programs.items():
         trajectory = play(workflow_of(program, *arguments), prompt=prompt)
         assert f"user\n{len(task)}<" in decode(list(trajectory.token_ids))
+
+
+@pytest.fixture
+def environment_of_its_own(tmp_path: Path) -> Path:
+    """A virtual environment whose Python links to this one, with a module of its own."""
+    folder = tmp_path / "tool"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python3").symlink_to(os.path.realpath(sys.executable))
+    (folder / "pyvenv.cfg").write_text(f"home = {Path(os.path.realpath(sys.executable)).parent}\n")
+    packages = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    packages.mkdir(parents=True)
+    (packages / "tool.py").write_text("word = 'from the tool'")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["absolute", "long", "env", "link"])
+def test_a_console_script_finds_the_interpreter_that_its_first_line_names(
+    kind: str, environment_of_its_own: Path, tmp_path: Path
+) -> None:
+    python = environment_of_its_own / "bin" / "python3"
+    first = {"long": f"#!/bin/sh\n'''exec' \"{python}\" \"$0\" \"$@\"\n' '''", "env": "#!/usr/bin/env -S tool-python"}
+    script = tmp_path / "scripts" / "mini"
+    script.parent.mkdir()
+    script.write_text(f"{first.get(kind, f'#!{python}')}\n{ASK}\nimport tool; ask('a'); print(tool.word)")
+    script.chmod(0o755)
+    (environment_of_its_own / "bin" / "tool-python").symlink_to("python3")
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        (tmp_path / "elsewhere" / "mini").symlink_to("../scripts/mini")
+        script = tmp_path / "elsewhere" / "mini"
+    path = {"PATH": f"{environment_of_its_own / 'bin'}:/usr/bin:/bin"} if kind == "env" else {}
+    workflow = AgentWorkflow(TOKENIZER, command=[str(script)], environment=path, max_tokens=400)
+    assert play(workflow).agent_output == "from the tool\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "message"),
+    [
+        ("#!/no/such/python\n", 0o755, "/no/such/python, the interpreter in the first line of .*mini, does not exist"),
+        ("print(1)\n", 0o755, "mini is no program and has no #! line"),
+        ("#!\n", 0o755, "mini has an empty #! line"),
+        ("#!{tmp}/not-executable\n", 0o755, "not-executable, the interpreter in .*, is not executable"),
+    ],
+)
+def test_a_program_that_cannot_run_says_what_and_why(text: str, mode: int, message: str, tmp_path: Path) -> None:
+    (tmp_path / "not-executable").write_text("")
+    script = tmp_path / "mini"
+    script.write_text(text.replace("{tmp}", str(tmp_path)))
+    script.chmod(mode)
+    with pytest.raises(RolloutError, match=f"could not be started: .*{message}"):
+        play(AgentWorkflow(TOKENIZER, command=[str(script)], max_tokens=400))
+
+
+def test_a_script_of_another_folder_is_named_and_can_be_made_readable(tmp_path: Path) -> None:
+    script = tmp_path / "project" / "agent.py"
+    script.parent.mkdir()
+    (script.parent / "helper.py").write_text("word = 'help'")
+    script.write_text(f"{ASK}\nimport helper; ask('a'); print(helper.word)")
+    settings: dict[str, Any] = {"command": [sys.executable, "-B", str(script)], "max_tokens": 400}
+    with pytest.raises(RolloutError, match=f"It cannot read {script}: add it or its folder to readable"):
+        play(AgentWorkflow(TOKENIZER, **settings))
+    assert play(AgentWorkflow(TOKENIZER, **settings, readable=[str(script.parent)])).agent_output == "help\n"
 
 
 def test_a_lone_surrogate_in_a_task_reaches_the_program() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.weights import bucketed
-from lightrl.workflows.agent_workflow import AgentWorkflow
+from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow
 from lightrl.workflows.workflow import check_trajectory
 
 ADD = {
@@ -372,8 +373,74 @@ def test_no_room_is_an_error_that_the_agent_can_handle() -> None:
         return 0.25
 
     trajectory = play(with_client(talk), scripted("fine"), max_tokens=60)
-    assert trajectory.is_truncated
+    assert not trajectory.is_truncated  # the agent went on
     assert trajectory.rewards[-1] == 0.25
+
+
+async def asks_anew(client: AsyncOpenAI) -> float:
+    while True:
+        await ask(client, [user("hi")])
+
+
+@pytest.mark.parametrize(
+    ("limits", "agent", "num_turns", "message"),
+    [
+        ({"requests": 3}, asks_anew, 3, "limits.requests=3 with 3 answers"),
+        ({"requests": 3}, goes_on_forever, 3, "limits.requests=3 with 3 answers"),
+        ({"turns": 2}, goes_on_forever, 2, "limits.turns=2 with 2 answers in one conversation"),
+        ({"total_tokens": 200}, asks_anew, 8, r"limits.total_tokens=200 with 213 tokens in all its rows"),
+        ({"total_tokens": 200}, goes_on_forever, 7, r"limits.total_tokens=200 with 210 tokens in all its rows"),
+    ],
+    ids=["requests", "requests of a conversation", "turns", "tokens of rows", "tokens of one row"],
+)
+def test_an_agent_beyond_a_limit_gets_an_error_and_its_trajectory_is_truncated(
+    limits: dict[str, int], agent: Any, num_turns: int, message: str
+) -> None:
+    refusals: list[openai.BadRequestError] = []
+
+    async def talk(client: AsyncOpenAI) -> float:
+        try:
+            return float(await agent(client))
+        except openai.BadRequestError as error:
+            refusals.append(error)
+            raise
+
+    engine = started(FakeEngine(script=lambda prompt, sampling, sample: [*encode("on"), END]))
+    trajectory = play(with_client(talk), engine, limits=AgentLimits(**limits), truncated_reward=-1.0)
+    assert (len(trajectory.turns), trajectory.is_truncated, trajectory.rewards[-1]) == (num_turns, True, -1.0)
+    assert (len(refusals), refusals[0].code) == (1, "limit_exceeded")
+    assert re.search(message, str(refusals[0]))
+
+
+def test_turns_count_in_each_conversation() -> None:
+    async def talk(client: AsyncOpenAI) -> float:
+        for _ in range(3):
+            messages: list[Any] = [user("hi")]
+            messages += [await ask(client, messages), user("more")]
+            await ask(client, messages)
+        return 1.0
+
+    engine = started(FakeEngine(script=lambda prompt, sampling, sample: [*encode("on"), END]))
+    trajectory = play(with_client(talk), engine, limits=AgentLimits(turns=2))
+    assert (len(trajectory.turns), trajectory.is_truncated) == (6, False)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.2, r"did not finish within 0\.2 s"),
+        (0, "column agent_timeout_s of prompt 'a' must be a finite number above 0, got 0"),
+        ("soon", "must be a finite number above 0, got 'soon'"),
+        (float("nan"), "must be a finite number above 0, got nan"),
+    ],
+)
+def test_a_row_has_its_own_deadline(value: Any, message: str) -> None:
+    async def talk(client: AsyncOpenAI) -> float:
+        await asyncio.sleep(600)
+        return 1.0
+
+    with pytest.raises(RolloutError, match=message):
+        play(with_client(talk), scripted("fine"), Prompt("a", token_ids=[5], fields={"agent_timeout_s": value}))
 
 
 class Whereabouts(PreTrainedTokenizerFast):

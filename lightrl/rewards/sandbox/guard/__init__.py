@@ -14,7 +14,9 @@ explains them.
 
 Reading order:
     guard.py    requests and replies; collects output, enforces limits, kills
-    program.py  starter, keeper and program: the three processes below the guard; the port of an agent's endpoint
+    program.py  starter, keeper and program: the three processes below the guard
     layers.py   how a program drops privileges: namespaces, user, files, system calls, resources
-    memory.py   the memory of all of a program's processes together
+    view.py     the machine as an agent sees it: its own /etc and /tmp
+    network.py  an agent's ways out of its network namespace: its endpoint, and a proxy to allowed hosts
+    memory.py   the memory of all of a program's processes together, and the size of its files
 """

@@ -48,21 +48,24 @@ class _Execution:
 
     def run(self) -> Json:
         folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # the prefix names the requester
-        group = make_group(Path(folder).name, self.limits) if "cgroup" in self.program.layers else None
+        name = f"{sys.argv[2]}{Path(folder).name}" if self.program.folder else Path(folder).name
+        group = make_group(name, self.limits) if "cgroup" in self.program.layers else None
         self.program.group = group
-        reply: Json = {}
+        is_kept = False
         try:
             reply = self._run_in(folder)
-            if self.program.folder is not None and reply["exit_code"] == 0:
+            if self.program.folder is not None and reply["exit_code"] is not None:
                 try:
                     reply["removed"] = _remove_foreign(folder)
+                    is_kept = True
                 except (OSError, RecursionError) as error:  # nested too deeply to be checked
-                    reply |= {"exit_code": None, "problem": f"its folder cannot be checked: {error}"}
+                    if reply["exit_code"] == 0:
+                        reply |= {"exit_code": None, "problem": f"its folder cannot be checked: {error}"}
             return reply
         finally:
             if group is not None:
                 remove_group(group)
-            if self.program.folder is None or reply.get("exit_code") != 0:
+            if not is_kept:
                 remove_folder(folder)
 
     def _run_in(self, folder: str) -> Json:

@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
-_MS_NOSUID_NODEV, _MS_REC_PRIVATE = 0b0110, (1 << 14) | (1 << 18)
+_NEWUTS = 0x04000000
+MS_NOSUID_NODEV, MS_BIND_REC, _MS_REC_PRIVATE = 0b0110, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
+MS_READ_ONLY_BIND = MS_NOSUID_NODEV | 0b1 | (1 << 5) | (1 << 12)  # of a mount that exists
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 1, 4, 8, 22, 28
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
 _CAP_SETUID = 7
 _CAP_DAC_READ_SEARCH = 2
 _EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
 _READ_AND_WRITE_FILE = 0b0110
-_CONNECT_TCP = 0b10
+BIND_TCP, CONNECT_TCP = 0b01, 0b10
 # The filter refuses sockets, access to other processes, namespaces and mounts, and memory that no limit counts.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
 # userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
@@ -52,7 +55,11 @@ _REFUSED_EVERYWHERE = (428, 429, 430, 431, 432, 433, 442, 447)
 _MMAP = {"x86_64": 9, "aarch64": 222}
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _MAX_PENDING_SIGNALS = 1024
+HOST_NAME = "sandbox"
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_OPEN_BY_HANDLE_AT = {"x86_64": 304, "aarch64": 265}
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06  # instructions of a seccomp filter
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050001
 _CLONE3 = 435  # its flags are in memory, which filters cannot read; C libraries fall back to clone
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -69,20 +76,26 @@ def unprotected_by(layers: set[str]) -> list[str]:
     return [what for what, any_of in needed.items() if not layers & any_of]
 
 
-def set_limits(limits: Json, *, counts_all_of_user: bool) -> None:
-    """Sets resource limits; `counts_all_of_user`: the limit on processes also counts those outside the sandbox."""
+def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool) -> None:
+    """Sets resource limits.
+
+    Args:
+        counts_all_of_user: the limit on processes also counts those outside the sandbox.
+        bounds_reserved: reserved memory is bounded too; Node and Java reserve far more than they use.
+    """
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
     num_processes = limits["max_processes"] + (_num_threads_of_user() if counts_all_of_user else 0)
     bounds = {
         resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),  # the soft limit sends SIGXCPU, the hard limit SIGKILL
-        resource.RLIMIT_DATA: (memory_bytes, memory_bytes),
-        resource.RLIMIT_AS: (memory_bytes + (1 << 30), memory_bytes + (1 << 30)),  # shared libraries, reserved ranges
         resource.RLIMIT_FSIZE: (file_bytes, file_bytes),
         resource.RLIMIT_NOFILE: (limits["max_open_files"], limits["max_open_files"]),
         resource.RLIMIT_CORE: (0, 0),
         resource.RLIMIT_NPROC: (num_processes, num_processes),
     }
+    if bounds_reserved:
+        bounds[resource.RLIMIT_DATA] = (memory_bytes, memory_bytes)
+        bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # shared libraries, reserved ranges
     if sys.platform == "linux":
         bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user, with timers
     for what, (soft, hard) in bounds.items():
@@ -122,13 +135,14 @@ def kind_of_namespaces(has_private_user: bool) -> str | None:
     return None
 
 
-def enter_namespaces(kind: str) -> bool:
-    """Enters new namespaces of processes, network, mounts and shared memory; kind `user` adds a user namespace.
+def enter_namespaces(kind: str, *, has_own_network: bool = True) -> bool:
+    """Enters new namespaces of processes, network, mounts, names and shared memory; kind `user` adds a user namespace.
 
     Raises:
         OSError: if the user namespace cannot get a user; this process is then unusable.
     """
-    flags = _NEWPID | _NEWNET | _NEWNS | _NEWIPC | (_NEWUSER if kind == "user" else 0)
+    flags = _NEWPID | _NEWNS | _NEWIPC | _NEWUTS
+    flags |= (_NEWNET if has_own_network else 0) | (_NEWUSER if kind == "user" else 0)
     user, group = os.getuid(), os.getgid()
     if _libc.unshare(flags) != 0:
         return False
@@ -136,21 +150,28 @@ def enter_namespaces(kind: str) -> bool:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    with contextlib.suppress(OSError):
+        socket.sethostname(HOST_NAME)
     return True
 
 
 def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
     """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a private `/proc`; returns those that worked."""
-    if not _mount("none", "/", None, _MS_REC_PRIVATE, ""):
-        return set()  # mounts could spread to the system
+    if not keep_mounts_private():
+        return set()
     group = owner if owner != os.getuid() else os.getgid()
     size = f"size={limits['file_mib']}m,nr_inodes={limits['max_files']},mode=700,uid={owner},gid={group}"
-    has_disk = _mount("tmpfs", folder or "/dev/shm", "tmpfs", _MS_NOSUID_NODEV, size)  # an agent keeps its folder
-    has_proc = _mount("proc", "/proc", "proc", _MS_NOSUID_NODEV, "")
-    return ({"disk"} if has_disk and folder else set()) | ({"proc"} if has_proc else set())
+    has_disk = folder is not None and mount("tmpfs", folder, "tmpfs", MS_NOSUID_NODEV, size)
+    has_proc = mount("proc", "/proc", "proc", MS_NOSUID_NODEV, "")
+    return ({"disk"} if has_disk else set()) | ({"proc"} if has_proc else set())
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> bool:
+def keep_mounts_private() -> bool:
+    """Keeps this namespace's mounts from spreading to the system; returns whether that works."""
+    return mount("none", "/", None, _MS_REC_PRIVATE, "")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str) -> bool:
     encoded = None if kind is None else kind.encode()
     result = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
     return bool(result == 0)
@@ -235,33 +256,45 @@ def _prctl(*arguments: int) -> None:
         _libc.prctl(*(ctypes.c_ulong(argument) for argument in (*arguments, 0, 0, 0, 0, 0)[:5]))
 
 
-def restrict_files(folder: str, readable: list[str], port: int | None, has_own_network: bool) -> int:
-    """Allows only reads below `readable` and writes below `folder`; Landlock 4 also bans TCP, 6 signals to others.
+def landlock_version() -> int:
+    """Returns Landlock's version, less than 1 if the kernel has none."""
+    return int(_libc.syscall(444, None, ctypes.c_size_t(0), 1)) if sys.platform == "linux" else 0
+
+
+def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: int | None) -> int:
+    """Allows only reads below `readable` and writes below `writable`; Landlock 4 also bans TCP, 6 signals to others.
+
+    Args:
+        no_tcp: what is banned: `BIND_TCP`, `CONNECT_TCP`, both or 0.
+        port: the port of an agent's endpoint, which stays allowed; an agent also gets terminals.
 
     Returns:
         Landlock's version, 0 if it is not in force.
     """
-    version: int = _libc.syscall(444, None, ctypes.c_size_t(0), 1)
+    version = landlock_version()
     if version < 1:
         return 0
     all_files = (1 << (13 + (version >= 2) + (version >= 3))) - 1
     if version >= 5:
         all_files |= 1 << 15
-    no_tcp = 0b11 if port is None else 0 if has_own_network else _CONNECT_TCP  # an agent connects to its port
     attributes = struct.pack("=QQQ", all_files, no_tcp if version >= 4 else 0, 0b11 if version >= 6 else 0)
     size = 8 * (1 + (version >= 4) + (version >= 6))
     ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
         return 0
-    devices = ["/dev/null", "/dev/random", "/dev/urandom"]  # writable mappings of /dev/zero are shared memory
-    rules = [(folder, all_files)]
+    devices = [
+        "/dev/null",
+        "/dev/full",
+        "/dev/random",
+        "/dev/urandom",
+    ]  # writable mappings of /dev/zero are shared memory
+    rules = [(path, all_files) for path in writable]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices] + [("/dev/zero", _EXECUTE_AND_READ)]
     if port is not None:
         terminal = _READ_AND_WRITE_FILE | (all_files & 1 << 15)
         rules += [(path, terminal) for path in ("/dev/tty", "/dev/ptmx", "/dev/pts")]
-        rules += [("/dev/shm", all_files)] if has_own_network else []
-        _libc.syscall(445, ruleset, 2, struct.pack("=QQ", _CONNECT_TCP, port), 0)  # fails where TCP is not bounded
+        _libc.syscall(445, ruleset, 2, struct.pack("=QQ", CONNECT_TCP, port), 0)  # fails where TCP is not bounded
     for path, rights in rules:  # paths that this user cannot reach stay inaccessible
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -284,20 +317,36 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
-    architecture, calls = _REFUSED_CALLS[platform.machine()]
-    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, refuse, not_implemented = 0x7FFF0000, 0x00050001, 0x00050000 + errno.ENOSYS
-    code = [(load, 0, 0, 4), (equal, 1, 0, architecture), (answer, 0, 0, refuse), (load, 0, 0, 0)]
-    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # x32 calls on x86-64
-    for call in (*calls, *_REFUSED_EVERYWHERE):
-        code += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
-    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, not_implemented)]
+    code = []
     if not counts_shared_memory:
-        code += [(equal, 0, 5, _MMAP[platform.machine()]), (load, 0, 0, 40), (any_bit, 0, 2, _MAP_ANONYMOUS)]  # flags
-        code += [(any_bit, 0, 1, _MAP_SHARED), (answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    code += [(equal, 0, 4, _CLONE[platform.machine()]), (load, 0, 0, 16), (any_bit, 0, 1, _NEWUSER)]  # its flags
-    code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
-    code.append((answer, 0, 0, allow))
+        code += [
+            (_EQUAL, 0, 5, _MMAP[platform.machine()]),
+            (_LOAD, 0, 0, 40),
+            (_ANY_BIT, 0, 2, _MAP_ANONYMOUS),
+        ]  # flags
+        code += [(_ANY_BIT, 0, 1, _MAP_SHARED), (_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
+    code += [(_EQUAL, 0, 4, _CLONE[platform.machine()]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEWUSER)]  # its flags
+    code += [(_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
+    not_implemented = 0x00050000 + errno.ENOSYS
+    code = [(_EQUAL, 0, 1, _CLONE3), (_ANSWER, 0, 0, not_implemented), *code]
+    return _install_filter((*_REFUSED_CALLS[platform.machine()][1], *_REFUSED_EVERYWHERE), code)
+
+
+def refuse_file_handles() -> bool:
+    """Installs a filter that refuses open_by_handle_at: with the right to read all files, Landlock may not see it."""
+    if platform.machine() not in _REFUSED_CALLS:
+        return False
+    return _install_filter((_OPEN_BY_HANDLE_AT[platform.machine()],), [])
+
+
+def _install_filter(calls: tuple[int, ...], code: list[tuple[int, int, int, int]]) -> bool:
+    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to all others."""
+    architecture = _REFUSED_CALLS[platform.machine()][0]
+    head = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
+    head += [(_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE)]  # x32 calls on x86-64
+    for call in calls:
+        head += [(_EQUAL, 0, 1, call), (_ANSWER, 0, 0, _REFUSE)]
+    code = [*head, *code, (_ANSWER, 0, 0, _ALLOW)]
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = struct.pack("@HP", len(code), ctypes.addressof(buffer))
     return bool(_libc.prctl(_PR_SET_SECCOMP, 2, program, 0, 0) == 0)

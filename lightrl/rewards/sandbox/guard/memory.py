@@ -1,16 +1,20 @@
-"""Bounds the total memory of a program's processes, with a cgroup or by adding up what each of them uses."""
+"""Bounds the memory of a program's processes, with a cgroup or by adding it up, and the sizes of its files."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from .layers import Json
 
 _RMDIR_S = 2.0
+_DISK_S = 1.0
 
 
 def parent_of_groups(process: str = "/proc/self") -> Path | None:
@@ -77,19 +81,75 @@ def overuse(limits: Json, group: Path | None) -> str | None:
     With a group, Linux enforces the memory limit; without one, a page counts once for each process that shares it.
     """
     num_threads = num_kib = 0
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            threads, held = _threads_and_kib(f"/proc/{process}")
+            num_threads, num_kib = num_threads + threads, num_kib + held
+    if num_threads > limits["max_processes"]:
+        return "processes"
+    has_too_much = num_kib > limits["memory_mib"] << 10 if group is None else has_killed(group)
+    return "memory" if has_too_much else None
+
+
+class Disk:
+    """The files of a folder, whose sizes are added up about once a second, or less often if there are many.
+
+    Deleted files count as long as a process has them open; a program can exceed the bound until the next look.
+    """
+
+    def __init__(self, folder: str, max_mib: int) -> None:
+        self.folder = folder
+        self.max_bytes = max_mib << 20
+        self.next_s = 0.0
+
+    def is_overused(self) -> bool:
+        start_s = time.monotonic()
+        if start_s < self.next_s:
+            return False
+        size_of: dict[tuple[int, int], int] = {}
+        is_hidden = _add_sizes(self.folder, size_of)
+        _add_open_files(Path(self.folder).stat().st_dev, size_of)
+        end_s = time.monotonic()
+        self.next_s = end_s + max(_DISK_S, 10 * (end_s - start_s))
+        return is_hidden or sum(size_of.values()) > self.max_bytes
+
+
+def _add_sizes(folder: str, size_of: dict[tuple[int, int], int]) -> bool:
+    """Adds the sizes of a folder's files by device and number; returns whether a part cannot be read."""
+    waiting = [folder]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        size_of[status.st_dev, status.st_ino] = status.st_blocks << 9
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append(entry.path)
+        except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return True
+    return False
+
+
+def _add_open_files(device: int, size_of: dict[tuple[int, int], int]) -> None:
+    for process in _processes():
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"/proc/{process}/fd"):  # noqa: PTH208
+                with contextlib.suppress(OSError):
+                    status = os.stat(f"/proc/{process}/fd/{number}")  # noqa: PTH116
+                    if status.st_dev == device and stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        size_of[status.st_dev, status.st_ino] = status.st_blocks << 9
+
+
+def _processes() -> Iterator[str]:
+    """Yields the processes below this one."""
     waiting = ["self"]
     while waiting:
         with contextlib.suppress(OSError):  # it has ended
             for children in Path("/proc", waiting.pop(), "task").glob("*/children"):
                 waiting += (processes := _text(children).split())
-                for process in processes:
-                    with contextlib.suppress(OSError):
-                        threads, held = _threads_and_kib(f"/proc/{process}")
-                        num_threads, num_kib = num_threads + threads, num_kib + held
-    if num_threads > limits["max_processes"]:
-        return "processes"
-    has_too_much = num_kib > limits["memory_mib"] << 10 if group is None else has_killed(group)
-    return "memory" if has_too_much else None
+                yield from processes
 
 
 def _threads_and_kib(process: str) -> tuple[int, int]:

@@ -10,19 +10,18 @@ import resource
 import select
 import shutil
 import signal
-import socket
-import struct
+import stat
 import sys
-import threading
 from pathlib import Path
 from typing import NoReturn
 
-from . import layers, memory
+from . import layers, memory, network, view
 from .layers import Json
 
 READ_BYTES = 1 << 16
 _FIRST_PRIVATE_UID = 0x50000000  # plus the guard's process id, so that it is unique
 _WATCH_S = 0.05
+_FICLONE = 0x40049409
 
 
 class Program:
@@ -33,9 +32,16 @@ class Program:
         self.limits = request["limits"]
         self.folder: str | None = request.get("folder")  # an agent's folder, kept if it succeeds; None if temporary
         self.port: int | None = request.get("port")  # the port of an agent's endpoint; None for no network at all
+        self.hosts: list[str] = []  # what an agent may reach through the proxy
+        self.has_network = request.get("network") == "allow"  # the machine's
+        if isinstance(request.get("network"), list):
+            self.hosts = request["network"]
+        self.proxy_port: int | None = None
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
-        self.needs_read_right = not layers.is_public(request["command"][0])
+        self.readable: list[str] = [*request["readable"], *request.get("needed", [])]
+        private = [path for path in (request["command"][0], *request.get("needed", [])) if not layers.is_public(path)]
+        self.needs_read_right = bool(private) and layers.landlock_version() > 0  # else all files could be read
         if not layers.may_have_private_user(self.uid, self.needs_read_right):
             self.layers.discard("private_user")
         self.group: Path | None = None  # the cgroup that bounds its memory
@@ -44,7 +50,9 @@ class Program:
             self.kind = layers.kind_of_namespaces("private_user" in self.layers)
         if self.kind is None:
             self.layers.discard("namespaces")
-        self.relay = [open_relay(self.port)] if self.kind is not None and self.port is not None else []
+        self.relay: list[int] = []
+        if self.kind is not None and self.port is not None and not self.has_network:
+            self.relay = [network.open_relay(self.port, self.hosts)]
         if self.kind == "user":  # this namespace has no other users
             self.layers.discard("private_user")
 
@@ -72,10 +80,16 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
     """
     with _LastBlock(report):
         os.setsid()
-        if program.kind is not None and not layers.enter_namespaces(program.kind):
+        own_network = not program.has_network
+        if program.kind is not None and not layers.enter_namespaces(program.kind, has_own_network=own_network):
             program.layers.discard("namespaces")
+        if program.hosts and "namespaces" not in program.layers:
+            raise OSError(
+                f"network={program.hosts} needs a network namespace, which this system refuses. Set it to none or allow"
+            )
         for relay in program.relay if "namespaces" in program.layers else ():
-            send_port(relay, program.port)
+            assert program.port is not None
+            program.proxy_port = network.send_ports(relay, program.port, has_proxy=bool(program.hosts))
         keeper = os.fork()
         if keeper:
             _write_record(report, {"keeper": keeper})
@@ -107,11 +121,12 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
         poller.register(os.pidfd_open(pid), select.POLLIN)
     stopped_by = None
+    disk = memory.Disk(folder, program.limits["disk_mib"]) if program.limits.get("disk_mib") else None
     while True:
         if any(descriptor == life for descriptor, _ in poller.poll(_WATCH_S * 1000)):
             os._exit(0)
         exit_code = _reap(pid)
-        stopped_by = memory.overuse(program.limits, group)
+        stopped_by = memory.overuse(program.limits, group) or ("disk" if disk and disk.is_overused() else None)
         if exit_code is None and stopped_by is not None:
             os.kill(pid, signal.SIGKILL)
             exit_code = -signal.SIGKILL
@@ -133,7 +148,8 @@ def _prepare(program: Program, folder: str) -> None:
         for name in ("work", "home", "tmp"):
             (Path(folder) / name).mkdir(parents=True)
         if program.request["template"] is not None:
-            shutil.copytree(program.request["template"], f"{folder}/work", symlinks=True, dirs_exist_ok=True)
+            work = f"{folder}/work"
+            shutil.copytree(program.request["template"], work, symlinks=True, dirs_exist_ok=True, copy_function=_clone)
         for path, names, files in os.walk(folder):
             for name in (*names, *files):
                 os.chown(Path(path) / name, owner, -1, follow_symlinks=False)
@@ -141,6 +157,23 @@ def _prepare(program: Program, folder: str) -> None:
         (Path(folder) / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         os.chown(Path(folder) / name, owner, -1)
     os.chown(folder, owner, -1)
+    if program.folder is not None:
+        Path(folder).chmod(0o700)  # what follows is the agent's alone
+        Path(folder, "tmp").chmod(0o1777)
+        if "namespaces" in program.layers:
+            memory_mib = program.limits["memory_mib"]
+            if view.show(folder, owner, program.readable, memory_mib, has_network=program.has_network):
+                program.layers.add("view")
+
+
+def _clone(source: str, target: str) -> None:
+    """Copies a file; both share their blocks until one changes, where the file system can (XFS, Btrfs, ZFS)."""
+    if stat.S_ISREG(os.stat(source).st_mode):  # noqa: PTH116
+        with contextlib.suppress(OSError), Path(source).open("rb") as old, Path(target).open("wb") as new:
+            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+            shutil.copystat(source, target)
+            return
+    shutil.copy2(source, target)
 
 
 def _execute(program: Program, folder: str, streams: tuple[int, int, int], started: int) -> None:
@@ -149,7 +182,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     os.chdir(folder if program.folder is None else f"{folder}/work")
-    os.umask(0o077)
+    os.umask(0o077 if program.folder is None else 0o022)  # nobody else enters an agent's folder
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
@@ -158,15 +191,27 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     remaining, is_root = program.layers, layers.is_root()
     if program.group is None or not memory.enter_group(program.group):
         remaining.discard("cgroup")
-    layers.set_limits(program.limits, counts_all_of_user=not remaining & {"private_user", "namespaces"})
+    counts_all = not remaining & {"private_user", "namespaces"}
+    layers.set_limits(program.limits, counts_all_of_user=counts_all, bounds_reserved=program.port is None)
     layers.drop_privileges(program.uid if "private_user" in remaining else None, program.needs_read_right)
     if "landlock" in remaining:
-        readable = program.request["readable"] + (["/proc"] if program.port and "proc" in remaining else [])
-        version = layers.restrict_files(folder, readable, program.port, "namespaces" in remaining)
+        readable, writable = list(program.readable), [folder]
+        no_tcp = 0 if program.has_network else layers.CONNECT_TCP  # an agent connects to its port
+        if program.port is None:
+            no_tcp = layers.BIND_TCP | layers.CONNECT_TCP
+        else:
+            readable += ["/proc"] if "proc" in remaining else []
+            readable += view.readable_etc("view" in remaining)
+            writable += view.WRITABLE if "view" in remaining else []
+            no_tcp = 0 if "namespaces" in remaining else no_tcp
+        version = layers.restrict_files(writable, readable, no_tcp, program.port)
         remaining.discard("landlock" if version == 0 else "")
         remaining.update({"landlock_signals"} if version >= 6 else ())
     if "seccomp" in remaining and not layers.refuse_calls("cgroup" in remaining):
         remaining.discard("seccomp")
+    may_read_all = program.needs_read_right and "private_user" in remaining and "seccomp" not in remaining
+    if may_read_all and not layers.refuse_file_handles():
+        raise OSError("this system has no seccomp, without which a program in a private folder could read all files")
     unprotected = layers.unprotected_by(remaining)
     if is_root and not remaining & {"namespaces", "private_user"}:
         unprotected = unprotected or ["other processes from root"]
@@ -181,59 +226,44 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     os.closerange(started + 1, 1024)
     command = program.request["command"]
     environment = {"HOME": folder, "TMPDIR": folder, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-    os.execve(command[0], command, {**environment, **program.request["environment"]})
-
-
-def open_relay(port: int) -> int:
-    """Opens the only way out of an agent's network namespace: to its endpoint's port, under the same number.
-
-    A socket belongs to the namespace that created it. So a relay, forked outside, accepts the connections from inside;
-    the guard kills it with all other processes. Returns the descriptor to which `send_port` sends the socket.
-    """
-    inner, outer = socket.socketpair()
-    if os.fork() == 0:
-        try:
-            layers.die_with_parent()
-            inner.close()
-            os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # only the guard may keep its reply pipe open
-            for descriptor in socket.recv_fds(outer, 1, 1)[1]:  # none if entering failed
-                _relay(socket.socket(fileno=descriptor), port)
-        finally:
-            os._exit(0)
-    outer.close()
-    return inner.detach()
-
-
-def send_port(relay: int, port: int | None) -> None:
-    """Enables the loopback of the current network namespace, and sends a listening socket to the relay."""
-    with socket.socket(fileno=relay) as channel, socket.socket() as listener:
-        fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
-        listener.bind(("127.0.0.1", port))
-        listener.listen(128)
-        socket.send_fds(channel, [b"\0"], [listener.fileno()])
-
-
-def _relay(listener: socket.socket, port: int) -> None:
-    while True:
-        inside, _ = listener.accept()
-        try:
-            outside = socket.create_connection(("127.0.0.1", port))
-        except OSError:  # the endpoint has closed
-            inside.close()
-            continue
-        for pair in ((inside, outside), (outside, inside)):
-            threading.Thread(target=_copy, args=pair, daemon=True).start()
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
+    environment |= program.request["environment"]
+    if program.folder is not None:
+        environment = {"USER": view.user_name(os.getuid()), "LOGNAME": view.user_name(os.getuid()), **environment}
+        if "view" not in remaining:
+            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # the machine's may hold keys, and git fails if it cannot read it
+        elif environment["TMPDIR"] == f"{folder}/tmp":
+            environment["TMPDIR"] = "/tmp"  # the same folder
+        if program.proxy_port is not None:
+            environment = {**network.proxy_environment(program.proxy_port), **environment}
     try:
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
-    except OSError:  # one end is gone, and the other must not wait for it
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        os.execve(command[0], command, environment)
+    except OSError as error:
+        raise OSError(why_not_run(command[0]) or str(error)) from error
+
+
+def why_not_run(path: str) -> str:
+    """Returns why this process cannot execute a file, or "" if the reason lies elsewhere; follows links and `#!`."""
+    what = path
+    for _ in range(5):  # Linux follows four interpreters
+        real = os.path.realpath(path)
+        place = what if real == path else f"{what}, a link to {real},"
+        if not Path(real).exists():
+            return f"{place} does not exist, or its folder cannot be entered in the sandbox"
+        if not os.access(real, os.X_OK, effective_ids=True):
+            return f"{place} is not executable for the sandbox's user"
+        try:
+            with Path(real).open("rb") as file:
+                line = file.readline(4096)
+        except OSError:
+            return f"{place} cannot be read in the sandbox. Add its folder to readable"
+        if not line.startswith(b"#!"):
+            return "" if line.startswith(b"\x7fELF") else f"{place} is no program and has no #! line"
+        words = line[2:].split()
+        if not words:
+            return f"{place} has an empty #! line"
+        path = os.fsdecode(words[0])
+        what = f"{path}, the interpreter in the first line of {real},"
+    return ""
 
 
 def _reap(pid: int) -> int | None:
