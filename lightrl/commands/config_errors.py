@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -94,6 +95,7 @@ class Keys:
         return keys
 
     @classmethod
+    @functools.cache  # flags with one class in common ask for it again
     def of_class(cls, kind: type) -> Keys:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(kind, fail_untyped=False, sub_configs=True)
