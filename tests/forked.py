@@ -56,6 +56,7 @@ _READ_LATE = {
     "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "JSONARGPARSE_DEPRECATION_WARNINGS", "TORCHINDUCTOR_CACHE_DIR",
     "GLOO_SOCKET_IFNAME", "OMP_WAIT_POLICY", "HF_DATASETS_CACHE", "PYTORCH_NVML_BASED_CUDA_CHECK",
     "HF_DATASETS_DISABLE_PROGRESS_BARS", "CUBLAS_WORKSPACE_CONFIG",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR",
 }  # fmt: skip
 _PLAIN = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None,
     "uid": None, "umask": -1, "process_group": -1, "close_fds": True, "restore_signals": True}  # fmt: skip

@@ -119,7 +119,7 @@ class LightRLCLI(LightningCLI):
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         return super().init_parser(dump_header=[f"lightrl=={lightrl.__version__}"], **kwargs)
 
-    def subcommands(self) -> dict[str, set[str]]:
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on this object
         """Returns only the command to run, since all four parsers take longer to build than the settings to parse."""
         commands = LightningCLI.subcommands()
         commands["predict"].add("return_predictions")  # not a setting: predictions always go to a file

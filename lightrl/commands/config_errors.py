@@ -293,7 +293,7 @@ class _SettingCheck:
         kind = self._configured_class(settings, kinds, path)
         if not inspect.isclass(kind):  # unknown, or a function that returns an instance
             return
-        keys, owner = Keys.of_class(kind), _public_name(kind)
+        keys, owner = Keys.of_class(kind), _public_name(kind)  # type: ignore[arg-type]  # a class has a hash
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
             self.check_group(arguments, keys, f"{path}.init_args.", owner)
