@@ -5,7 +5,6 @@ job Lightning would expect the job's tasks.
 """
 
 import asyncio
-import functools
 import gc
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+import worker_pipes
 from fake_sglang.process import FakeServerProcess
 
 gc.disable()  # until all tests are collected: what imports make stays
@@ -31,20 +31,11 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]
 forked.server.environment = dict(os.environ)
 FakeServerProcess.popen = forked.Popen
+pytest_configure = worker_pipes.pytest_configure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help="to tests/durations.json, of tests over 1 s")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """A fork of one of xdist's workers lets go of the worker's pipes, whose end tells pytest that the worker died."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for plugin in config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "WorkerInteractor":
-            pipes = plugin.channel.gateway._io
-            for number in (pipes.infile.fileno(), pipes.outfile.fileno()):  # a thread may hold the files' own locks
-                os.register_at_fork(after_in_child=functools.partial(os.dup2, null, number, inheritable=False))
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,7 @@ child is the asker's own: process id, exit status, signals and `os.getppid()` ar
 environment, folder, standard streams, `sys.path`, `__main__` and random state, and ends as any Python does. Only
 `/proc/PID/cmdline` and the depth of a traceback differ.
 
-What a fork cannot do is done by a real process, see `_reason_against`. The fork server starts when it is first asked
+What a fork cannot do is done by a real process, see `reason_against`. The fork server starts when it is first asked
 and ends with its asker, whatever ends that, as their socket closes. A child that starts ranks or servers itself
 (`children_fork=True`) has a fork server of its own, for these must be its descendants.
 """
@@ -47,16 +47,16 @@ _PRELOADED = [
     "transformers.models.llama.modeling_llama", "lightrl.engines.sglang.engine", "fake_sglang.model",
 ]  # fmt: skip
 # Read when they are used, or by imports that are not _PRELOADED, or set by `_become`; those of OMP and NVML are set by
-# imports of torch and Lightning themselves. Any other variable may matter at an import (OMP_NUM_THREADS,
-# HF_HUB_OFFLINE, ATEN_CPU_CAPABILITY, PYTHONWARNINGS, HOME): where it differs, the process is a real one.
+# imports of torch and Lightning themselves. So are lightrl's own, which no import reads. Any other variable may matter
+# at an import (OMP_NUM_THREADS, HF_HUB_OFFLINE, ATEN_CPU_CAPABILITY, PYTHONWARNINGS, HOME): where it differs, the
+# process is a real one.
 _READ_LATE = {
     "PYTEST_CURRENT_TEST", "PYTHONPATH", "TMPDIR", "NO_PROXY", "no_proxy", "PATH", "RANK", "LOCAL_RANK", "NODE_RANK",
     "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
-    "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LIGHTRL_SERVER_TOKEN", "LIGHTRL_SERVER_ADDRS", "LIGHTRL_RECEIVER_ADDRS",
-    "LIGHTRL_DEBUG", "LIGHTRL_SGLANG_PYTHON", "LIGHTRL_SGLANG_CACHE", "JSONARGPARSE_DEPRECATION_WARNINGS",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "GLOO_SOCKET_IFNAME", "LIGHTRL_TEST_SECRET", "OMP_WAIT_POLICY", "HF_DATASETS_CACHE",
-    "PYTORCH_NVML_BASED_CUDA_CHECK", "HF_DATASETS_DISABLE_PROGRESS_BARS", "LIGHTRL_GPU_DEVICE",
+    "PL_GLOBAL_SEED", "PL_SEED_WORKERS", "JSONARGPARSE_DEPRECATION_WARNINGS", "TORCHINDUCTOR_CACHE_DIR",
+    "GLOO_SOCKET_IFNAME", "OMP_WAIT_POLICY", "HF_DATASETS_CACHE", "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS", "CUBLAS_WORKSPACE_CONFIG",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR",
 }  # fmt: skip
 _PLAIN = {"executable": None, "preexec_fn": None, "pass_fds": (), "shell": False, "gid": None, "gids": None,
     "uid": None, "umask": -1, "process_group": -1, "close_fds": True, "restore_signals": True}  # fmt: skip
@@ -82,7 +82,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
         args = given["args"]
         words = [os.fspath(word) for word in ([args] if isinstance(args, (str, os.PathLike)) else args)]
         environment = dict(os.environ if given["env"] is None else given["env"])
-        reason = _reason_against(words, environment, given)
+        reason = reason_against(words, environment, given)
         if reason is None:
             pipes = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
             request = {
@@ -105,7 +105,7 @@ run: Any = types.FunctionType(subprocess.run.__code__, {**vars(subprocess), "Pop
 run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
-def _reason_against(words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, Any]) -> str | None:
+def reason_against(words: Sequence[str], environment: Mapping[str, str], given: Mapping[str, Any]) -> str | None:
     """Why a fork would not be what the command asks for; None if it is."""
     if sys.platform != "linux" or server.environment is None:
         return "there is no fork server"
@@ -117,9 +117,9 @@ def _reason_against(words: Sequence[str], environment: Mapping[str, str], given:
     if not Path(given["cwd"] or ".").is_dir():
         return "its folder does not exist, which is for the real process to report"
     names = server.environment.keys() | environment.keys()
-    differing = {name for name in names if server.environment.get(name) != environment.get(name)}
-    if differing - _READ_LATE:
-        return f"{', '.join(sorted(differing - _READ_LATE))} may matter at an import"
+    differing = {name for name in names if server.environment.get(name) != environment.get(name)} - _READ_LATE
+    if matter := sorted(name for name in differing if not name.startswith("LIGHTRL_")):
+        return f"{', '.join(matter)} may matter at an import"
     return None
 
 

@@ -1,5 +1,6 @@
-"""A forked process against a fresh one: what it reads, prints, returns and leaves."""
+"""A forked process against a fresh one: what it reads, prints, returns and leaves; what a fork may not keep open."""
 
+import ast
 import asyncio
 import json
 import logging
@@ -7,13 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import forked
 import psutil
 import pytest
-from waits import until
+from waits import LONGEST_S, until
+
+import lightrl
 
 SCRIPT = """
 import __main__, json, logging, os, signal, sys, torch
@@ -74,6 +78,50 @@ def test_what_a_fork_cannot_do_is_done_by_a_fresh_process(settings, reason, capl
     with forked.Popen([sys.executable, "-m", "this"], stdout=subprocess.PIPE, **settings) as process:
         assert process.communicate()[0].startswith(b"The Zen")
     assert reason in caplog.text
+
+
+def run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield child
+            yield from run_at_import(child)
+
+
+def test_no_import_of_lightrl_reads_a_variable_so_its_own_never_prevent_a_fork(monkeypatch):
+    """As LIGHTRL_RUN_START, which each run sets: the ranks of later tests in its file would all be fresh processes."""
+    monkeypatch.setenv("LIGHTRL_RUN_START", "2026-11-30T00:01:00")
+    assert forked.reason_against([sys.executable, "-m", "this"], dict(os.environ), {"cwd": None}) is None
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(lightrl.__file__).parent.rglob("*.py")}
+    reading = {path: text for path, text in texts.items() if "environ" in text or "getenv" in text}
+    assert len(reading) > 10
+    for path, text in reading.items():
+        names = {node.attr for node in run_at_import(ast.parse(text)) if isinstance(node, ast.Attribute)}
+        assert not names & {"environ", "getenv"}, path
+
+
+def test_the_run_of_a_worker_that_dies_ends_though_a_fork_of_the_worker_goes_on(tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import os, pathlib, signal\n"
+        "def test_it():\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n        signal.pause()\n"
+        f"    pathlib.Path({str(tmp_path / 'child')!r}).write_text(str(child))\n"
+        "    os._exit(7)\n"
+    )
+    (tmp_path / "pytest.ini").touch()
+    words = ["-m", "pytest", "-p", "worker_pipes", "-n", "1", "--dist", "worksteal", "--max-worker-restart", "0"]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with (tmp_path / "output").open("w+") as output:
+        command, environment = [sys.executable, *words, "."], {**os.environ, "PYTHONPATH": paths}
+        try:
+            done = subprocess.run(
+                command, cwd=tmp_path, env=environment, stdout=output, stderr=output, timeout=LONGEST_S
+            )
+        finally:
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+        output.seek(0)
+        assert "crashed while running 'test_it.py::test_it'" in output.read()
+    assert done.returncode == 1
 
 
 @pytest.mark.extra

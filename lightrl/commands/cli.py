@@ -92,15 +92,12 @@ class LightRLCLI(LightningCLI):
     ) -> None:
         for name in lightrl.__all__:  # import all classes: only imported ones have short names in a config
             getattr(lightrl, name)
+        words = list(sys.argv[1:] if args is None else args)
+        self._command = words[0]
         strict: dict[str, object] = {"exit_on_error": False, "allow_abbrev": False}
-        commands = {
-            name: {
-                **strict,
-                "usage": f"lightrl {name} --config run.yaml [--setting value ...]",
-                **({"description": f"lightrl {name}: {descriptions[name]}."} if descriptions else {}),
-            }
-            for name in self.subcommands()
-        }
+        texts = {"usage": f"lightrl {self._command} --config run.yaml [--setting value ...]"}
+        if descriptions:
+            texts["description"] = f"lightrl {self._command}: {descriptions[self._command]}."
         super().__init__(
             trainer_class=Trainer,
             parser_class=ConfigParser,
@@ -108,18 +105,18 @@ class LightRLCLI(LightningCLI):
             save_config_callback=SaveRunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_kwargs={**strict, "prog": "lightrl", **commands},
-            args=list(sys.argv[1:] if args is None else args),
+            parser_kwargs={**strict, "prog": "lightrl", self._command: {**strict, **texts}},
+            args=words,
         )
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         return super().init_parser(dump_header=[f"lightrl=={lightrl.__version__}"], **kwargs)
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on this object
+        """Returns only the command to run, since all four parsers take longer to build than the settings to parse."""
         commands = LightningCLI.subcommands()
         commands["predict"].add("return_predictions")  # not a setting: predictions always go to a file
-        return commands
+        return {self._command: commands[self._command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_optimizer_args((torch.optim.Optimizer,))
@@ -138,19 +135,17 @@ class LightRLCLI(LightningCLI):
     def parse_arguments(self, parser: ArgumentParser, args: Any) -> None:
         """Parses the command line into `self.config`; raises UsageError for a wrong setting."""
         command, *rest = joined(args)
-        is_run = command in self._subcommand_parsers
-        self._user_settings = UserSettings.read(rest) if is_run else UserSettings()
-        if is_run:
-            self._subcommand_parsers[command].files = self._user_settings.files
-            if any(re.fullmatch(r"-h|--help|--[\w.]+\.help(=.*)?", word) for word in rest):
-                help_text = entry_point("setting help")
-                sys.stdout.write(help_text(self._subcommand_parsers[command], command, rest, self._user_settings))
-                raise SystemExit(0)
+        command_parser = self._subcommand_parsers[command]
+        self._user_settings = UserSettings.read(rest)
+        command_parser.files = self._user_settings.files
+        if any(re.fullmatch(r"-h|--help|--[\w.]+\.help(=.*)?", word) for word in rest):
+            sys.stdout.write(entry_point("setting help")(command_parser, command, rest, self._user_settings))
+            raise SystemExit(0)
         try:
             self.config: Namespace = to_plain(parser.parse_args([command, *rest]))
         except ArgumentError as error:
-            raise UsageError(explain(error, self._subcommand_parsers[command], self._user_settings)) from error
-        check_empty_sections(self._user_settings, self._subcommand_parsers[command])
+            raise UsageError(explain(error, command_parser, self._user_settings)) from error
+        check_empty_sections(self._user_settings, command_parser)
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             origin = self._user_settings.origin("seed_everything")

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -94,6 +95,7 @@ class Keys:
         return keys
 
     @classmethod
+    @functools.cache  # flags with one class in common ask for it again
     def of_class(cls, kind: type) -> Keys:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(kind, fail_untyped=False, sub_configs=True)
@@ -291,7 +293,7 @@ class _SettingCheck:
         kind = self._configured_class(settings, kinds, path)
         if not inspect.isclass(kind):  # unknown, or a function that returns an instance
             return
-        keys, owner = Keys.of_class(kind), _public_name(kind)
+        keys, owner = Keys.of_class(kind), _public_name(kind)  # type: ignore[arg-type]  # a class has a hash
         arguments = settings.get("init_args") or {}
         if "init_args" in settings and isinstance(arguments, Mapping):
             self.check_group(arguments, keys, f"{path}.init_args.", owner)
