@@ -35,7 +35,7 @@ def printed_plan(capsys: pytest.CaptureFixture[str]) -> Printed:
 
     def run_plan(*args: str) -> str:
         code, out = run([*args]), capsys.readouterr().out
-        assert code == ("does not fit" in out)
+        assert code == ("\ndoes not fit\n" in out)
         return out
 
     return run_plan
