@@ -49,10 +49,15 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "trainer.py",
     },
     ("lightning.pytorch.cli:LightningCLI", "_subcommand_parsers"): {"commands/cli.py", "commands/launch/command.py"},
-    ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py"},
+    # The CLI's and the connector's method of this name.
+    ("lightning.pytorch.cli:LightningCLI", "_parse_ckpt_path"): {"commands/cli.py", "loops/resume.py"},
     ("lightning.pytorch.callbacks.model_checkpoint:ModelCheckpoint", "_every_n_train_steps"): {
-        "commands/doctor/run.py"
+        "callbacks/monitors.py",
+        "commands/doctor/run.py",
     },
+    ("lightning.pytorch.callbacks.early_stopping:EarlyStopping", "_check_on_train_epoch_end"): {"callbacks/monitors.py"},
+    ("lightning.pytorch.loops.evaluation_loop:_EvaluationLoop", "_combined_loader"): {"callbacks/monitors.py"},
+    ("lightning.pytorch.loops.evaluation_loop:_EvaluationLoop", "_restart_stage"): {"callbacks/rollout_metrics.py"},
     ("lightning.pytorch.callbacks.model_summary:ModelSummary", "_summarize_kwargs"): {"callbacks/progress.py"},
     ("lightning.pytorch.loggers.wandb:WandbLogger", "_log_model"): {"callbacks/loggers.py"},
     ("lightning.pytorch.strategies:ModelParallelStrategy", "_data_parallel_size"): {"strategies/fsdp2.py"},
