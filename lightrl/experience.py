@@ -332,8 +332,11 @@ def fields_of(
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
     """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
-    rewards, rows = [item.reward for item in trajectories], REWARDS.rows(trajectories)
-    return torch.tensor(rewards, dtype=torch.float32), {} if rows is None else {"token_rewards": rows}
+    rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
+    if all(item.rewards is None for item in trajectories):  # other ranks have no tokens to check
+        return rewards, {}
+    check_trajectories(trajectories)
+    return rewards, {"token_rewards": REWARDS.rows(trajectories) or []}
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:

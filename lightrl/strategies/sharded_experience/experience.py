@@ -21,7 +21,6 @@ from lightrl.experience import (
     Experience,
     LossUnit,
     Reduction,
-    check_trajectories,
     fields_of,
     is_index,
     is_on_host,
@@ -192,7 +191,6 @@ class ShardedExperience:
 
     def with_rewards(self, trajectories: Sequence[Trajectory]) -> ShardedExperience:
         """Returns a copy with the rewards of these trajectories, one for each row, in order."""
-        check_trajectories(trajectories)  # again, because the reward may have set rewards per token
         rewards, rows = reward_fields(trajectories)
         return self.with_tensors({"rewards": rewards, **{name: TokenRows.of_rows(rows[name]) for name in rows}})
 
