@@ -102,6 +102,8 @@ class UserSettings:
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
                 paths = [f"{name[2:]}.class_path", *(path for path, _ in walk(loaded, name[2:]))]
+                if isinstance(loaded, dict) and "class_path" in loaded:  # its other keys belong below init_args
+                    paths = [path for path in paths if path[len(name) - 1 :].partition(".")[0] in ("", *CLASS_KEYS)]
                 origins = dict.fromkeys(paths, ON_COMMAND_LINE)
                 yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 

@@ -18,7 +18,7 @@ RUN = {
         "class_path": "GRPO",
         "init_args": {
             "policy": {
-                "config": {"model_type": "llama", "vocab_size": 12, "hidden_size": 8},
+                "config": {"model_type": "llama", "vocab_size": 12, "hidden_size": 8, "num_attention_heads": 2},
                 "tokenizer": "tiny_task.tokenizer",
             },
             "reward": "tiny_task.exact",

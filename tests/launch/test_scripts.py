@@ -66,7 +66,12 @@ def test_kubernetes_gets_a_train_job_and_a_set_of_servers():
     assert servers["spec"]["replicas"] == 2
     (container,) = servers["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
-    assert {"name": "runs", "mountPath": "/runs"} in container["volumeMounts"]
+    (patch,) = job["spec"]["runtimePatches"]
+    (part,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    (trainer_container,) = part["template"]["spec"]["template"]["spec"]["containers"]
+    for each in (container, trainer_container):
+        assert {"name": "runs", "mountPath": "/runs"} in each["volumeMounts"]
+        assert {"name": "shm", "mountPath": "/dev/shm"} in each["volumeMounts"]
 
 
 def test_pods_request_the_cpus_and_memory_of_their_ranks_and_servers_on_nodes_with_their_labels():
@@ -106,6 +111,8 @@ def test_pods_find_each_server_and_its_receiver_by_name():
 REFUSED = {
     "colocated": ({"placement": "colocated"}, "cannot colocate"),
     "no claim": ({"options": {}}, "needs launch.options.claim"),
+    "restarts": ({"recover": Recover(retries=1)}, "launch.recover needs launcher: local, slurm or ray, got kubernetes"),
+    "a time limit": ({"time_limit": "1:00:00"}, "launch.time_limit needs launcher: slurm, got kubernetes"),
     "unknown option": ({"options": {"claim": "x", "partition": "gpu"}}, "got partition"),
 }
 

@@ -76,6 +76,9 @@ def _log_lines(folder: str, name: str) -> list[str]:
 
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
+# NCCL shares memory between a pod's processes; a container has 64 MiB of it by default.
+_MEMORY: JsonObject = {"name": "shm", "emptyDir": {"medium": "Memory"}}
+_SHARED_MEMORY: JsonObject = {"name": "shm", "mountPath": "/dev/shm"}
 _TRAINER = "node"  # name of the job and its container in Kubeflow's runtime torch-distributed
 
 
@@ -120,8 +123,8 @@ class KubernetesLauncher(Launcher):
         if resources := _resources(plan, plan.of("trainer")[0], plan.ranks_per_host):
             trainer["resourcesPerNode"] = resources
         pod: JsonObject = {
-            "volumes": [self._volume()],
-            "containers": [{"name": _TRAINER, "volumeMounts": [self._mount()]}],
+            "volumes": [self._volume(), _MEMORY],
+            "containers": [{"name": _TRAINER, "volumeMounts": [self._mount(), _SHARED_MEMORY]}],
         }
         pod |= _selector(plan.launch.rank_resources)
         job = {"name": _TRAINER, "template": {"spec": {"template": {"spec": pod}}}}
@@ -139,11 +142,11 @@ class KubernetesLauncher(Launcher):
             "command": ["bash", f"{plan.folder}/servers.sh"],
             "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
             "ports": [{"containerPort": plan.port + SERVER_OFFSET}],
-            "volumeMounts": [self._mount(), {"name": "shm", "mountPath": "/dev/shm"}],
+            "volumeMounts": [self._mount(), _SHARED_MEMORY],
         }
         if resources := _resources(plan, plan.of("servers")[0], 1, plan.layout.tp):
             container["resources"] = resources
-        volumes = [self._volume(), {"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        volumes = [self._volume(), _MEMORY]
         group = {
             "size": 1,
             "restartPolicy": "RecreateGroupOnPodRestart",

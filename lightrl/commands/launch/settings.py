@@ -149,6 +149,11 @@ class Launch:
                 how = "launch.options, such as {mem: 500G, constraint: h200}, and server_options for servers"
                 other = f"Set {how}" if self.launcher == "slurm" else "Remove it: this launcher reserves nothing"
                 raise ValueError(f"launch.{name} needs launcher: ray or kubernetes, got {self.launcher}. {other}.")
+        if self.recover.retries and self.launcher in ("torchrun", "kubernetes"):
+            how = "To continue there, start again with --ckpt_path last"
+            raise ValueError(f"launch.recover needs launcher: local, slurm or ray, got {self.launcher}. {how}.")
+        if self.time_limit is not None and self.launcher != "slurm":
+            raise ValueError(f"launch.time_limit needs launcher: slurm, got {self.launcher}. Remove it.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")
         if self.launcher == "kubernetes" and self.container is None:
