@@ -303,13 +303,14 @@ def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
     Args:
         has_home: whether to add parents in the user's home too.
     """
-    home = Path.home()
+    homes = {Path.home(), Path.home().resolve()}
     paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
-    for folder in [path for path in paths if path.name in ("bin", ".bin") and (has_home or home not in path.parents)]:
+    of_programs = [path for path in paths if path.name in ("bin", ".bin")]
+    for folder in [path for path in of_programs if has_home or homes.isdisjoint(path.parents)]:
         above = folder.parent
-        has_keys = above.parent == home and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
+        has_keys = above.parent in homes and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
         paths.add(above / "lib" if has_keys else above)
-    return set(map(str, paths - {Path(), Path("/"), home}))
+    return set(map(str, paths - {Path(), Path("/"), *homes}))
 
 
 def check_command(

@@ -340,3 +340,31 @@ def test_settings_that_open_too_much_or_cannot_work_are_refused(settings: dict[s
 def test_an_agent_beyond_a_limit_is_stopped_by_name(program: str, limits: dict[str, int], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         run(command_of(program, limits=AgentLimits(**limits)))
+
+
+@pytest.mark.parametrize(("name", "is_program"), [("bin", False), (".", True), (".local/bin", True)])
+def test_a_home_that_is_a_link_stays_closed(
+    name: str, is_program: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, link = tmp_path / "disk" / "me", tmp_path / "me"
+    (home / name).mkdir(parents=True)
+    for keys in (".ssh", ".local/share"):
+        (home / keys).mkdir(parents=True)
+        (home / keys / "key").write_text("secret")
+    link.symlink_to(home)
+    script = link / name / "agent"
+    script.write_text(
+        f"#!{sys.executable}\n{TRY}"
+        f"for path in ({str(home)!r}, {str(link)!r}):\n"
+        "    for key in ('.ssh', '.local/share'):\n"
+        "        attempt('read', lambda: open(f'{path}/{key}/key').read())\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("HOME", str(link))
+    monkeypatch.setenv("PATH", f"{link / name}{os.pathsep}{os.environ['PATH']}")
+    text = ["agent"] if is_program else [sys.executable, "-c", script.read_text()]
+    command = AgentCommand(text, None, {}, (), "none", AgentLimits(), 600.0, str)
+    assert run(command).split() == ["read", "no"] * 4
+    request = command.request_of(f"{tmp_path}/agent/work", TASK, "http://127.0.0.1:1/v1", "key")
+    opened = {os.path.realpath(path) for path in (*request["readable"], *request["needed"])}
+    assert opened.isdisjoint({str(home), str(home / ".local")})
