@@ -197,11 +197,11 @@ class AgentCommand:
         """Replaces what `{env:NAME}` stands for, because output and messages are logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
-        for secret in sorted(secret_names, key=len, reverse=True):
-            text = text.replace(secret, f"{{env:{secret_names[secret]}}}")
+        secrets_ = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or "(?!)")
         if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:  # its start may be the end of a secret
-            text = text[max(map(len, secret_names), default=0) :]
-        return text
+            start = max(map(len, map(os.fsencode, secret_names)), default=0)
+            text = text[max([start, *(each.end() for each in secrets_.finditer(text) if each.start() < start)]) :]
+        return secrets_.sub(lambda each: f"{{env:{secret_names[each[0]]}}}", text)
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""

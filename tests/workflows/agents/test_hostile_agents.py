@@ -299,6 +299,18 @@ def test_a_secret_reaches_the_program_and_neither_its_output_nor_a_message(monke
     assert "sk-0123" not in repr(command_of(program, **settings))
 
 
+@pytest.mark.parametrize("num_filled", range(1, 40, 3))
+def test_output_that_begins_within_a_secret_shows_no_part_of_it(
+    num_filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "sk-" + "0123456789" * 4
+    monkeypatch.setenv("LIGHTRL_TEST_KEY", secret)
+    command = command_of("", environment={"KEY": "{env:LIGHTRL_TEST_KEY}"})
+    printed = secret * 5 + "x" * ((64 << 10) - 5 * len(secret) + num_filled)  # the guard keeps its last 64 KiB
+    shown = command._without_secrets(printed[-(64 << 10) :])
+    assert set(shown.replace("{env:LIGHTRL_TEST_KEY}", "")) == {"x"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
