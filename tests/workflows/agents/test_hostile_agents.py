@@ -158,6 +158,24 @@ attempt("list", lambda: [name for name in os.listdir("../../../..") if "lightrl"
     assert run_in_view(program).split() == ["shadow", "no", "list", "no"]
 
 
+def test_a_strict_umask_of_the_trainer_closes_neither_etc_nor_a_readable_folder(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_text("public")
+    program = f"""
+import pwd
+attempt("name", lambda: pwd.getpwuid(os.getuid()).pw_name == os.environ["USER"])
+attempt("file", lambda: open({str(tmp_path / "a" / "b" / "file")!r}).read())
+open("new", "w")
+attempt("mode", lambda: oct(os.stat("new").st_mode))
+"""
+    before = os.umask(0o077)
+    try:
+        output = run_in_view(program, readable=[str(tmp_path / "a" / "b")])
+    finally:
+        os.umask(before)
+    assert output.splitlines() == ["name done True", "file done public", "mode done 0o100644"]
+
+
 def test_the_named_user_stays_without_rights() -> None:
     program = """
 attempt("passwd", lambda: open("/etc/passwd", "a"))
