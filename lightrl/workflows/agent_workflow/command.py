@@ -339,6 +339,8 @@ def check_command(
         real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
         if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
             raise ValueError(f"readable has {path!r}, which must be a file or folder that exists, not a whole system.")
+        if f"{Path.home().resolve()}/".startswith(f"{real}/"):
+            raise ValueError(f"readable has {path!r}, which opens all of your home. Name the folders that agents need.")
     if isinstance(network, str):
         check_choice(("none", "allow", "a list of hosts"), network=network)
     for host in () if isinstance(network, str) else network:

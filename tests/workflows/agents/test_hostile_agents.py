@@ -337,6 +337,9 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
         ({"readable": ["/no/such"]}, "readable has '/no/such', which must be a file or folder that exists"),
         ({"readable": ["/"]}, "readable has '/', which must be"),
         ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
+        ({"readable": ["~"]}, "readable has '~', which opens all of your home. Name the folders"),
+        ({"readable": ["~/../me/."]}, "which opens all of your home"),
+        ({"readable": ["~/.."]}, "which opens all of your home"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},
@@ -344,10 +347,16 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
         ),
     ],
 )
-def test_settings_that_open_too_much_or_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_open_too_much_or_cannot_work_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "homes" / "me" / "code").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "homes" / "me")
+    monkeypatch.setenv("HOME", str(tmp_path / "link"))
     values = {"command": ["true"], "template": None, "environment": {}, "readable": (), "network": "none", **settings}
     with pytest.raises(ValueError, match=message):
         check_command(**values)
+    check_command(**{**values, "command": ["true"], "environment": {}, "readable": ["~/code"], "network": "none"})
 
 
 @pytest.mark.parametrize(
