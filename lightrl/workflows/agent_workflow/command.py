@@ -173,6 +173,8 @@ class AgentCommand:
         result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
         if reply["exit_code"] != 0:
             how = self._how_it_failed(reply, request)
+            if reply["exit_code"] is None:  # its keeper was killed
+                raise RolloutError(f"{self.command[0]} {how}. It printed {output[-300:]!r}.")
             raise AgentFailed(f"{self.command[0]} {how}. It printed {output[-300:]!r}.", result)
         return result
 
