@@ -173,6 +173,8 @@ class AgentCommand:
         result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
         if reply["exit_code"] != 0:
             how = self._how_it_failed(reply, request)
+            if reply["exit_code"] is None:  # its keeper was killed
+                raise RolloutError(f"{self.command[0]} {how}. It printed {output[-300:]!r}.")
             raise AgentFailed(f"{self.command[0]} {how}. It printed {output[-300:]!r}.", result)
         return result
 
@@ -197,11 +199,11 @@ class AgentCommand:
         """Replaces what `{env:NAME}` stands for, because output and messages are logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
-        for secret in sorted(secret_names, key=len, reverse=True):
-            text = text.replace(secret, f"{{env:{secret_names[secret]}}}")
+        secrets_ = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or "(?!)")
         if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:  # its start may be the end of a secret
-            text = text[max(map(len, secret_names), default=0) :]
-        return text
+            start = max(map(len, map(os.fsencode, secret_names)), default=0)
+            text = text[max([start, *(each.end() for each in secrets_.finditer(text) if each.start() < start)]) :]
+        return secrets_.sub(lambda each: f"{{env:{secret_names[each[0]]}}}", text)
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
@@ -303,13 +305,14 @@ def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
     Args:
         has_home: whether to add parents in the user's home too.
     """
-    home = Path.home()
+    homes = {Path.home(), Path.home().resolve()}
     paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
-    for folder in [path for path in paths if path.name in ("bin", ".bin") and (has_home or home not in path.parents)]:
+    of_programs = [path for path in paths if path.name in ("bin", ".bin")]
+    for folder in [path for path in of_programs if has_home or homes.isdisjoint(path.parents)]:
         above = folder.parent
-        has_keys = above.parent == home and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
+        has_keys = above.parent in homes and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
         paths.add(above / "lib" if has_keys else above)
-    return set(map(str, paths - {Path(), Path("/"), home}))
+    return set(map(str, paths - {Path(), Path("/"), *homes}))
 
 
 def check_command(
@@ -338,6 +341,8 @@ def check_command(
         real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
         if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
             raise ValueError(f"readable has {path!r}, which must be a file or folder that exists, not a whole system.")
+        if f"{Path.home().resolve()}/".startswith(f"{real}/"):
+            raise ValueError(f"readable has {path!r}, which opens all of your home. Name the folders that agents need.")
     if isinstance(network, str):
         check_choice(("none", "allow", "a list of hosts"), network=network)
     for host in () if isinstance(network, str) else network:

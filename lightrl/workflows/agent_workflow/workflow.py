@@ -116,6 +116,7 @@ class AgentWorkflow(Workflow):
         self.check_settings(agent=agent, **command_settings, **bounds)
         self.limits = limits or AgentLimits()
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
+        self.is_program = command is not None
         if command is not None:
             self.agent_name = command[0]
             settings = (command, workspace_template, environment or {}, readable, network, self.limits)
@@ -191,9 +192,11 @@ class AgentWorkflow(Workflow):
             returned = running.result()
         except RolloutError as error:
             left = error.result if isinstance(error, AgentFailed) else AgentResult()
-            if session.exceeds_limit and not isinstance(error, CallTimeout):
+            # A program's own failure is the policy's; that of the guard around it is not.
+            is_own = isinstance(error, AgentFailed) if self.is_program else not isinstance(error, CallTimeout)
+            if is_own and session.exceeds_limit:
                 return replace(left, reward=self.truncated_reward, is_truncated=True)
-            if self.failed_reward is not None and session.has_answers and not isinstance(error, CallTimeout):
+            if is_own and self.failed_reward is not None and session.has_answers:
                 return replace(left, reward=self.failed_reward)
             delete_workspace(left.workspace)
             raise

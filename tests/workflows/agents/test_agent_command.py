@@ -29,7 +29,7 @@ from lightrl.errors import EngineError, RolloutError
 from lightrl.rewards.sandbox import GUARD_COMMAND, SYSTEM_PATHS, Limits
 from lightrl.rewards.sandbox.guard.guard import _remove_foreign
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.agent_workflow import AgentWorkflow
+from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow
 from lightrl.workflows.agent_workflow.command import delete_workspace, root_of
 
 ASK = """
@@ -279,6 +279,29 @@ def test_a_program_that_fails_after_an_answer_can_have_a_reward() -> None:
     for other in ("sys.exit('before an answer')", "ask('a')\nimport time; time.sleep(600)"):
         with pytest.raises(RolloutError, match=r"exited: 1|did not finish"):
             play(workflow_of(other, failed_reward=-0.5, agent_timeout_s=10.0))
+
+
+@pytest.mark.parametrize("is_refused", [False, True], ids=["after an answer", "after a refused request"])
+@pytest.mark.parametrize("reply", [None, {"exit_code": None, "stopped_by": None}], ids=["the guard", "its keeper"])
+def test_a_guard_that_dies_is_no_failure_of_the_policy(
+    reply: dict[str, Any] | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither reward may be trained on."""
+
+    async def asks_and_dies(request: dict[str, Any]) -> dict[str, Any]:
+        program = ASK + "ask('a')" + ("; ask('b')" if is_refused else "")
+        asking = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env={**os.environ, **request["environment"]})
+        statuses.append(await asking.wait())
+        if reply is None:
+            raise OSError("the guard died")
+        return {"stdout": "", "layers": [], "problem": None, **reply}
+
+    statuses: list[int] = []
+    monkeypatch.setattr("lightrl.workflows.agent_workflow.command.run_under_guard", asks_and_dies)
+    limits = AgentLimits(requests=1)
+    with pytest.raises(RolloutError, match=r"the guard died|exited: None"):
+        play(workflow_of("", failed_reward=-0.5, truncated_reward=-0.5, limits=limits))
+    assert statuses == [int(is_refused)]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -158,6 +159,36 @@ attempt("list", lambda: [name for name in os.listdir("../../../..") if "lightrl"
     assert run_in_view(program).split() == ["shadow", "no", "list", "no"]
 
 
+def test_a_strict_umask_of_the_trainer_closes_neither_etc_nor_a_readable_folder() -> None:
+    python = shutil.which("python3", path="/usr/bin:/bin")
+    if python is None:
+        pytest.skip("this system has no python3 that every user may read")
+    program = TRY + """
+import pwd
+attempt("name", lambda: pwd.getpwuid(os.getuid()).pw_name == os.environ["USER"])
+attempt("file", lambda: open(sys.argv[1]).read())
+open("new", "w")
+attempt("mode", lambda: oct(os.stat("new").st_mode))
+"""
+    with tempfile.TemporaryDirectory(prefix="lightrl-test-", dir="/tmp") as folder:
+        file = Path(folder, "a", "b", "file")  # where every user may read it
+        file.parent.mkdir(parents=True)
+        file.write_text("public")
+        for path in (*file.parents[:3], file):
+            path.chmod(0o755)
+        words = [python, "-c", program, str(file)]
+        environment = {"PATH": "/usr/bin:/bin"}
+        command = AgentCommand(words, None, environment, [str(file.parent)], "none", AgentLimits(), 600.0, str)
+        before = os.umask(0o077)
+        try:
+            output = run(command)
+        finally:
+            os.umask(before)
+    if "view" not in (command.layers or []):
+        pytest.skip(f"this system has no view: {command.layers}")
+    assert output.splitlines() == ["name done True", "file done public", "mode done 0o100644"]
+
+
 def test_the_named_user_stays_without_rights() -> None:
     program = """
 attempt("passwd", lambda: open("/etc/passwd", "a"))
@@ -299,6 +330,18 @@ def test_a_secret_reaches_the_program_and_neither_its_output_nor_a_message(monke
     assert "sk-0123" not in repr(command_of(program, **settings))
 
 
+@pytest.mark.parametrize("num_filled", range(1, 40, 3))
+def test_output_that_begins_within_a_secret_shows_no_part_of_it(
+    num_filled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "sk-" + "0123456789" * 4
+    monkeypatch.setenv("LIGHTRL_TEST_KEY", secret)
+    command = command_of("", environment={"KEY": "{env:LIGHTRL_TEST_KEY}"})
+    printed = secret * 5 + "x" * ((64 << 10) - 5 * len(secret) + num_filled)  # the guard keeps its last 64 KiB
+    shown = command._without_secrets(printed[-(64 << 10) :])
+    assert set(shown.replace("{env:LIGHTRL_TEST_KEY}", "")) == {"x"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -307,6 +350,9 @@ def test_a_secret_reaches_the_program_and_neither_its_output_nor_a_message(monke
         ({"readable": ["/no/such"]}, "readable has '/no/such', which must be a file or folder that exists"),
         ({"readable": ["/"]}, "readable has '/', which must be"),
         ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
+        ({"readable": ["~"]}, "readable has '~', which opens all of your home. Name the folders"),
+        ({"readable": ["~/../me/."]}, "which opens all of your home"),
+        ({"readable": ["~/.."]}, "which opens all of your home"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},
@@ -314,10 +360,16 @@ def test_a_secret_reaches_the_program_and_neither_its_output_nor_a_message(monke
         ),
     ],
 )
-def test_settings_that_open_too_much_or_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_open_too_much_or_cannot_work_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "homes" / "me" / "code").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "homes" / "me")
+    monkeypatch.setenv("HOME", str(tmp_path / "link"))
     values = {"command": ["true"], "template": None, "environment": {}, "readable": (), "network": "none", **settings}
     with pytest.raises(ValueError, match=message):
         check_command(**values)
+    check_command(**{**values, "command": ["true"], "environment": {}, "readable": ["~/code"], "network": "none"})
 
 
 @pytest.mark.parametrize(
@@ -340,3 +392,31 @@ def test_settings_that_open_too_much_or_cannot_work_are_refused(settings: dict[s
 def test_an_agent_beyond_a_limit_is_stopped_by_name(program: str, limits: dict[str, int], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         run(command_of(program, limits=AgentLimits(**limits)))
+
+
+@pytest.mark.parametrize(("name", "is_program"), [("bin", False), (".", True), (".local/bin", True)])
+def test_a_home_that_is_a_link_stays_closed(
+    name: str, is_program: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, link = tmp_path / "disk" / "me", tmp_path / "me"
+    (home / name).mkdir(parents=True)
+    for keys in (".ssh", ".local/share"):
+        (home / keys).mkdir(parents=True)
+        (home / keys / "key").write_text("secret")
+    link.symlink_to(home)
+    script = link / name / "agent"
+    script.write_text(
+        f"#!{sys.executable}\n{TRY}"
+        f"for path in ({str(home)!r}, {str(link)!r}):\n"
+        "    for key in ('.ssh', '.local/share'):\n"
+        "        attempt('read', lambda: open(f'{path}/{key}/key').read())\n"
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("HOME", str(link))
+    monkeypatch.setenv("PATH", f"{link / name}{os.pathsep}{os.environ['PATH']}")
+    text = ["agent"] if is_program else [sys.executable, "-c", script.read_text()]
+    command = AgentCommand(text, None, {}, (), "none", AgentLimits(), 600.0, str)
+    assert run(command).split() == ["read", "no"] * 4
+    request = command.request_of(f"{tmp_path}/agent/work", TASK, "http://127.0.0.1:1/v1", "key")
+    opened = {os.path.realpath(path) for path in (*request["readable"], *request["needed"])}
+    assert opened.isdisjoint({str(home), str(home / ".local")})

@@ -46,6 +46,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     """
     if not keep_mounts_private():
         return False
+    os.umask(0o022)  # the agent, another user, reads what follows; its process sets its own
     tmp = os.open(f"{folder}/tmp", os.O_PATH)
     own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}
     empty = {os.path.realpath(path) for path in ("/run", Path.home()) if Path(path).is_dir()} - {"/"}
