@@ -231,8 +231,8 @@ class Trainer(RLTrainer):
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(user_callbacks)
+        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         module = self.lightning_module
