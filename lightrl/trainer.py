@@ -231,8 +231,8 @@ class Trainer(RLTrainer):
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
-        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
         self._add_default_callbacks(user_callbacks)
+        self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         module = self.lightning_module
@@ -455,15 +455,17 @@ class Trainer(RLTrainer):
         self._muted += saving
         return saving
 
-    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> None:
+    def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> Any:
+        """Saves a checkpoint as Lightning does; returns whether it could."""
         if self.rollout_loop.resume.why_no_checkpoint is not None:
             self._warn_of_no_checkpoint(filepath)
-            return
-        if isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
+        elif isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
             log.warning("No checkpoint was saved at %s: the run failed before its models were loaded.", filepath)
-            return
-        with logged_behind_failure():
-            super().save_checkpoint(filepath, weights_only, storage_options)
+        else:
+            with logged_behind_failure():
+                super().save_checkpoint(filepath, weights_only, storage_options)
+                return True
+        return False
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(

@@ -131,7 +131,7 @@ def warn_of_unchecked(trainer: Any) -> None:
         *([trainer.max_steps] if trainer.max_steps > 0 else []),
         *([max_epochs * length] if max_epochs > 0 else []),
     ]
-    last = min(lasts, default=math.inf)
+    last = min(lasts, default=math.inf) if trainer.accumulate_grad_batches == 1 else math.inf  # steps are not batches
     left = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
     at, why = trainer.val_check_batch, ""  # `at` is None for an interval of time
 

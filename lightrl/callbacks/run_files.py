@@ -199,11 +199,9 @@ class StatusFile(RLCallback):
         now: dict[str, object] = {"at": time.time(), "max_steps": trainer.max_steps, "servers": servers}
         now |= {"iteration": cast("RLTrainer", trainer).iteration, "num_finished": trainer.global_step}
         now["weight_version"] = engine and engine.weight_version
-        try:
+        with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self._path, json.dumps(self._content | now, indent=1))
-        except OSError:
-            return
 
 
 MAX_LINES = 10_000  # per process
@@ -335,12 +333,12 @@ class TimedCheckpoint(ModelCheckpoint):
         if not any(item.save_last for item in self._others(trainer)):
             super().on_train_end(trainer, pl_module)
 
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
         is_saved = any(item.save_last and item.save_on_exception for item in self._others(trainer))
         if self.save_on_exception and not (is_saved or trainer.sanity_checking):
             path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
-            trainer.save_checkpoint(path, weights_only=False)
-            log.info("Saved %s; --ckpt_path last continues from it.", path)
+            if trainer.save_checkpoint(path, weights_only=False) and trainer.is_global_zero:
+                log.info("Saved %s; --ckpt_path last continues from it.", path)
 
     def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
         return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]

@@ -13,10 +13,9 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
@@ -184,10 +183,8 @@ class Resume:
                 "Nothing is left to train: the checkpoint is already at trainer.max_steps=%d.", self.trainer.max_steps
             )
         config_of = {id(config.scheduler.optimizer): config for config in self.trainer.lr_scheduler_configs}
-        saved_optimizers = saved.get("optimizers", [])
-        for optimizer, groups, saved_groups in zip(
-            self.trainer.optimizers, self._optimizers, saved_optimizers, strict=False
-        ):
+        of_all = zip(self.trainer.optimizers, self._optimizers, saved.get("optimizers", []), strict=False)
+        for optimizer, groups, saved_groups in of_all:
             for group, new, old in zip(optimizer.param_groups, groups, saved_groups, strict=True):
                 names = [name for name in new if name in group and name in old and name != "lr"]
                 group.update({name: new[name] for name in names if new[name] != old[name]})
@@ -209,11 +206,9 @@ class Resume:
             for group, new, factor in zip(optimizer.param_groups, groups, config.scheduler.lr_lambdas, strict=True):
                 group["initial_lr"] = new["lr"]
                 group["lr"] = new["lr"] * factor(step)
-            rates = {
-                "base_lrs": [new["lr"] for new in groups],
-                "_last_lr": [group["lr"] for group in optimizer.param_groups],
-            }
-            config.scheduler.load_state_dict({**config.scheduler.state_dict(), **rates, "last_epoch": step})
+            bases, rates = [new["lr"] for new in groups], [group["lr"] for group in optimizer.param_groups]
+            changed = {"base_lrs": bases, "_last_lr": rates, "last_epoch": step}
+            config.scheduler.load_state_dict(config.scheduler.state_dict() | changed)
         else:  # computes each rate from the last rate
             for new, old in zip(groups, saved_groups, strict=True):
                 if new["lr"] != old["lr"]:
@@ -260,11 +255,13 @@ class CheckpointConnector(_CheckpointConnector):
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         super().__init__(trainer)
         self._resume = resume
+        # To which the user gave a folder; a stage gives one to the others.
+        self._named = [item for item in trainer.checkpoint_callbacks if getattr(item, "dirpath", None)]
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
         if ckpt_path == "last":
-            ckpt_path = last_checkpoint(cast(RLTrainer, self.trainer), is_fit=state_fn == TrainerFn.FITTING)
+            ckpt_path = last_checkpoint(self.trainer, self._named, is_fit=state_fn == TrainerFn.FITTING)
             if ckpt_path is None:
                 return None
         elif ckpt_path == "best":
@@ -305,36 +302,42 @@ class CheckpointConnector(_CheckpointConnector):
             load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)
 
 
-def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
-    """Returns the newest last.ckpt of ModelCheckpoint's dirpath or, without one, of the runs of the same experiment.
+def last_checkpoint(trainer: Any, named: list[Any], *, is_fit: bool) -> str | None:
+    """Returns the newest last.ckpt of the trainer's own run or, without one, of the runs of the same experiment.
 
-    Without one, a fit logs why and gets None.
+    The folders of the `named` callbacks are always searched too. Without one, a fit logs why and gets None.
 
     Raises:
         ValueError: if the checkpoints are links to missing files or, unless it is a fit, if there is none.
     """
-    saving: list[Any] = [*trainer.checkpoint_callbacks]
-    named = {(item.dirpath, item.CHECKPOINT_NAME_LAST) for item in saving if getattr(item, "dirpath", None)}
     log_dir = Path(trainer.log_dir or ".")
-    if any("://" in folder for folder, _ in named):
+    if any("://" in item.dirpath for item in named):
         return "last"  # Lightning finds it
-    is_shared = bool(named) or not trainer.loggers  # by all runs
-    if is_shared:
-        named = named or {(f"{trainer.default_root_dir}/checkpoints", ModelCheckpoint.CHECKPOINT_NAME_LAST)}
-        saved = [path for folder, name in named for path in Path(folder).glob(f"{name}*.ckpt")]
-    else:
-        saved = list(log_dir.parent.glob(f"*/checkpoints/{ModelCheckpoint.CHECKPOINT_NAME_LAST}*.ckpt"))
-    where, newer = ", ".join({folder for folder, _ in named}) or log_dir.parent, ""
-    settings, broken_links = settings_of(trainer, []), []
-    for checkpoint in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
-        if not checkpoint.exists():
-            broken_links.append(checkpoint)
-        elif is_shared or not (difference := _difference(_saved_settings(checkpoint), settings, is_fit=is_fit)):
-            if not is_shared:
-                log.info("ckpt_path=last is %s. This run writes to a new folder.", checkpoint)
-            return str(checkpoint)
+    in_named = [path for item in named for path in Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt")]
+    saved, places = [*in_named], dict.fromkeys(item.dirpath for item in named)
+    unnamed: list[Any] = [item for item in trainer.checkpoint_callbacks if item not in named]
+    if unnamed or not named:
+        root, run = (log_dir.parent, "*/") if trainer.loggers else (Path(trainer.default_root_dir), "")
+        places[str(root)] = None
+        own = {Path(item.dirpath) for item in unnamed if getattr(item, "dirpath", None)}  # set by an earlier stage
+        own_saved = [path for folder in own for path in folder.glob("last*.ckpt")]
+        saved += own_saved or root.glob(f"{run}checkpoints/last*.ckpt")
+    settings, where, newer, broken_links, found = settings_of(trainer, []), ", ".join(places), "", [], None
+    for path in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
+        then = {} if path in in_named else _saved_settings(path)
+        if not path.exists():
+            broken_links.append(path)
+        elif difference := _difference(then, settings, is_fit=is_fit):
+            newer = newer or f"{path} ({difference})"
+        elif then or path in in_named:
+            found = path
+            break
         else:
-            newer = newer or f"{checkpoint} ({difference})"
+            found = found or path  # its experiment is unknown: one of this experiment comes first
+    if found is not None:
+        is_elsewhere = trainer.loggers and found not in in_named and log_dir not in found.parents
+        log.info("ckpt_path=last is %s.%s", found, " This run writes to a new folder." if is_elsewhere else "")
+        return str(found)
     if broken_links:
         raise ValueError(
             f"ckpt_path=last: {broken_links[0]} is a link to {broken_links[0].readlink()}, which does not exist. Pass "
@@ -355,12 +358,10 @@ def last_checkpoint(trainer: RLTrainer, *, is_fit: bool) -> str | None:
 def _saved_settings(checkpoint: Path) -> Settings:
     """Returns a checkpoint's settings without reading its tensors; {} if they are unknown."""
     file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
-    try:
+    with contextlib.suppress(Exception):  # whatever is wrong with the file, loading it says so
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        settings: Settings = saved["loops"]["fit_loop"]["epoch_loop.automatic_optimization.state_dict"]["settings"]
-    except Exception:  # noqa: BLE001  # whatever is wrong with the file, loading it says so
-        return {}
-    return settings
+        return dict(saved["loops"]["fit_loop"]["epoch_loop.automatic_optimization.state_dict"]["settings"])
+    return {}
 
 
 def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
@@ -418,11 +419,10 @@ def _save_and_load(value: object) -> object:
 
 
 def _can_be_loaded(value: object) -> bool:
-    try:
+    with contextlib.suppress(Exception):  # as above; the caller names the value
         _save_and_load(value)
-    except Exception:  # noqa: BLE001  # as above; the caller names the value
-        return False
-    return True
+        return True
+    return False
 
 
 def _are_equal(left: object, right: object) -> bool:

@@ -17,7 +17,7 @@ from waits import comes_true
 
 from lightrl.commands.doctor import run
 from lightrl.commands.doctor.launch import check_plan, findings, spec_of, table
-from lightrl.commands.doctor.node import NodeSpec, Report, fingerprint, missing_interfaces
+from lightrl.commands.doctor.node import NodeCheck, NodeSpec, Report, fingerprint, missing_interfaces
 from lightrl.commands.launch import Launch
 from lightrl.commands.launch.plan import RunFacts, make_plan
 
@@ -102,6 +102,29 @@ def test_interfaces_are_matched_as_gloo_and_nccl_match_them(variable, text, expe
     assert missing_interfaces(variable, text, ["lo", "eth0"]) == expected
 
 
+def test_a_connection_that_is_reset_does_not_end_a_nodes_answers():
+    class Connection:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            answered.append(self)
+
+        def sendall(self, _):
+            if not answered:
+                raise ConnectionResetError
+
+    class Listener:
+        def accept(self):
+            if len(answered) == 2:
+                raise EOFError  # ends the loop of this test
+            return Connection(), None
+
+    answered = []
+    with pytest.raises(EOFError):
+        NodeCheck(SPEC, 0, HOSTS, is_server=False)._answer(Listener())
+
+
 def test_a_folder_of_a_model_is_the_same_if_its_config_and_the_sizes_of_its_files_are(tmp_path):
     for name, content in (("a", "{}"), ("b", "{}"), ("c", "[]")):
         (tmp_path / name).mkdir()
@@ -123,6 +146,8 @@ def test_each_host_gets_one_process_in_the_place_of_its_ranks_or_servers():
     spec = spec_of(plan, {}, 60.0)
     assert spec.ports == [[29501], [29501, 29502, 29503], [29501, 29502], [29501]]
     assert spec.num_gpus == [4, 4, 2, 0]
+    used = replace(plan, processes=tuple(replace(one, gpus=(2, 3)) for one in plan.processes))
+    assert spec_of(used, {}, 60.0).num_gpus == [2, 2, 2, 0]
     assert spec.folders == {"trainer.default_root_dir": "/runs", "trainer.engine.weight_folder": "/w"}
 
 

@@ -12,6 +12,7 @@ from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl import ModelSpec
+from lightrl.callbacks.run_files import TimedCheckpoint
 
 OTHER = ModelSpec(config=CONFIG, tokenizer="tiny_run.tokenizer", seed=4)
 
@@ -125,3 +126,85 @@ def test_best_is_of_this_trainers_fit(tmp_path: Path) -> None:
     trainer.fit(module, datamodule=Digits())
     trainer.validate(module, datamodule=Digits(), ckpt_path="best")
     assert trainer.ckpt_path == best.best_model_path
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("has_logger", [True, False])
+def test_a_fit_after_another_stage_of_the_trainer_continues(stage: str, has_logger: bool, tmp_path: Path) -> None:
+    make_trainer(tmp_path, logger=has_logger, enable_checkpointing=True, max_steps=1).fit(
+        TinyGRPO(), datamodule=Digits()
+    )
+    trainer, module = trainer_of(tmp_path, 3, limit_val_batches=1, limit_test_batches=1), TinyGRPO()
+    if not has_logger:
+        trainer = make_trainer(tmp_path, logger=False, enable_checkpointing=True, max_steps=3, limit_val_batches=1)
+    getattr(trainer, stage)(module, datamodule=Digits())
+    trainer.fit(module, datamodule=Digits(), ckpt_path="last")
+    assert len(module.trained) == 2
+
+
+def test_a_second_fit_continues_from_the_trainers_own_run(saved: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, 2, limit_val_batches=1)
+    trainer.fit(TinyGRPO(), datamodule=Digits())
+    os.utime(saved)  # another run, which saved later
+    trainer.validate(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "lightning_logs/version_1/checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_dirpath_of_one_callback_does_not_hide_what_another_saved(is_first: bool, tmp_path: Path) -> None:
+    def callbacks() -> list[ModelCheckpoint]:
+        made = [ModelCheckpoint(save_last=True), ModelCheckpoint(tmp_path / "best", monitor="rollout/reward")]
+        return made if is_first else made[::-1]
+
+    trainer_of(tmp_path, 1, callbacks=callbacks()).fit(TinyGRPO(), datamodule=Digits())
+    module = TinyGRPO()
+    trainer_of(tmp_path, 3, callbacks=callbacks()).fit(module, datamodule=Digits(), ckpt_path="last")
+    assert len(module.trained) == 2
+
+
+def test_the_newest_of_a_named_folder_and_the_runs_counts(saved: Path, tmp_path: Path) -> None:
+    named = tmp_path / "named/last-timed.ckpt"
+    shutil.copytree(saved.parent, named.parent)
+    (named.parent / "last.ckpt").rename(named)
+    for newest in (named, saved):
+        os.utime(saved, (1, 1))
+        os.utime(named, (1, 1))
+        os.utime(newest, (2, 2))
+        callbacks = [TimedCheckpoint(named.parent), ModelCheckpoint()]
+        trainer = trainer_of(tmp_path, 2, callbacks=callbacks, limit_val_batches=1)
+        trainer.validate(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
+        assert trainer.ckpt_path == str(newest)
+
+
+def test_without_loggers_another_experiment_starts_from_the_beginning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, enable_checkpointing=True, max_steps=1)
+    module = TinyGRPO(OTHER)
+    train(tmp_path, module, enable_checkpointing=True, max_steps=3, ckpt_path="last")
+    assert len(module.trained) == 3
+    assert "its model.policy.model.seed is 3, this run has 4" in caplog.text
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_choice_is_logged_without_a_new_folder_too(
+    named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def trained(max_steps: int, **flags: Any) -> None:
+        callbacks = ModelCheckpoint(tmp_path / "checkpoints", save_last=True) if named else None
+        train(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=max_steps, **flags)
+
+    trained(1)
+    with caplog.at_level("INFO", logger="lightrl"):
+        trained(2, ckpt_path="last")
+    assert f"ckpt_path=last is {tmp_path}/checkpoints/last.ckpt." in caplog.messages
+
+
+def test_an_unreadable_file_does_not_win_over_an_older_checkpoint(saved: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "lightning_logs/version_1/checkpoints/last.ckpt"
+    broken.parent.mkdir(parents=True)
+    broken.write_bytes(saved.read_bytes()[:1000])
+    os.utime(saved, (1, 1))
+    module = TinyGRPO()
+    trainer_of(tmp_path, 3).fit(module, datamodule=Digits(), ckpt_path="last")
+    assert len(module.trained) == 2

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from digit_reward import token_reward
 from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, train
 
 from lightrl import GRPO, Sampling
@@ -135,3 +136,16 @@ def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
     stop = EarlyStopping("val/sometimes", mode="max", strict=False)
     trainer = train(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])
     assert trainer.global_step == 3
+
+
+def test_steps_of_several_batches_are_not_taken_for_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Model(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", self.step(batch))
+
+    saving = ModelCheckpoint(monitor="val/loss")
+    flags: dict[str, Any] = {"limit_train_batches": 4, "limit_val_batches": 1, "accumulate_grad_batches": 4}
+    trainer = make_trainer(tmp_path, enable_checkpointing=True, callbacks=[saving], max_steps=1, **flags)
+    trainer.fit(Model(), datamodule=BoringDataModule())
+    assert saving.best_model_path
+    assert "never checks" not in caplog.text

@@ -55,3 +55,18 @@ def test_it_is_there_unless_checkpoints_are_off(tmp_path: Path) -> None:
     assert timed(callbacks=ModelCheckpoint()) == timed(callbacks=TimedCheckpoint()) == 1
     assert timed(enable_checkpointing=False) == 0
     assert timed(fast_dev_run=True) == 0
+
+
+@pytest.mark.parametrize("is_rank_0", [True, False])
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_it_says_that_it_saved_only_if_it_did_and_once(
+    is_saved: bool, is_rank_0: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightrl.Trainer, "is_global_zero", property(lambda _: is_rank_0))
+    trainer = train(tmp_path, enable_checkpointing=True, callbacks=TimedCheckpoint(), max_steps=1)
+    if not is_saved:
+        trainer.rollout_loop.resume.why_no_checkpoint = "this rank failed"
+    (timed,) = trainer.checkpoint_callbacks
+    with caplog.at_level("INFO", logger="lightrl"):
+        timed.on_exception(trainer, trainer.lightning_module, RuntimeError())
+    assert ("continues from it" in caplog.text) is (is_saved and is_rank_0)

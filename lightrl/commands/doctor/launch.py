@@ -96,11 +96,10 @@ def _models(module: Any) -> dict[str, str]:
 def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpec:
     """Returns what to check for the plan of a run."""
     ports: list[list[int]] = [[] for _ in plan.hosts]
-    num_gpus = [0] * len(plan.hosts)
+    gpus: list[set[int]] = [set() for _ in plan.hosts]
     for process in plan.processes:
         ports[process.host] += [*process.ports, *(process.ports[-1] + 1 for _ in process.ports[:1])]
-        used = 0 if plan.on_cpu else 1 + max(process.gpus)
-        num_gpus[process.host] = max(num_gpus[process.host], used)
+        gpus[process.host] |= set() if plan.on_cpu else {*process.gpus}
     folders = {"trainer.default_root_dir": str(Path(plan.folder).parent)}
     if plan.facts.weight_folder is not None:
         folders["trainer.engine.weight_folder"] = plan.facts.weight_folder
@@ -109,7 +108,7 @@ def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpe
         # torchrun itself listens on the plan's port, and has then tested it
         port=plan.port + (NUM_PORTS if plan.launch.launcher == "torchrun" else 0),
         ports=[here or [plan.port + SERVER_OFFSET] for here in ports],
-        num_gpus=num_gpus,
+        num_gpus=[*map(len, gpus)],  # a process gets only these
         folders=folders,
         models=dict(models),
         deadline_s=deadline_s,

@@ -15,6 +15,7 @@ Nodes wait for each other's reports only, up to a deadline per step, so no failu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -198,7 +199,7 @@ class NodeCheck:
     def _answer(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
-            with connection:
+            with contextlib.suppress(OSError), connection:  # the other end may have reset it
                 connection.sendall(f"{self.node} {time.time()!r}\n".encode())
 
     def _write_probes(self) -> None:
