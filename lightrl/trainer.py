@@ -54,6 +54,7 @@ from lightrl.loops import (
     RolloutLoop,
     RolloutStage,
     StepLog,
+    check_exists,
     check_resume,
     keep_rows,
     logging_allowed,
@@ -300,29 +301,35 @@ class Trainer(RLTrainer):
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
         is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, needs_rewards=not is_recorded, is_fit=True):
+        with self._checked(model, kwargs, needs_rewards=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the validation prompts; the arguments are Lightning's."""
-        with self._checked(model):
+        with self._checked(model, kwargs):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the test prompts; the arguments are Lightning's."""
-        with self._checked(model):
+        with self._checked(model, kwargs):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Rolls out the test prompts with rewards, without training on them; the arguments are Lightning's."""
-        with self._checked(model):
+        with self._checked(model, kwargs):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
-        self, model: L.LightningModule | None, *, needs_rewards: bool = True, is_fit: bool = False
+        self,
+        model: L.LightningModule | None,
+        kwargs: dict[str, Any],
+        *,
+        needs_rewards: bool = True,
+        is_fit: bool = False,
     ) -> Iterator[None]:
         """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings meanwhile."""
+        check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved
         with warnings.catch_warnings():

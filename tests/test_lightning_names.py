@@ -55,7 +55,9 @@ PRIVATE_NAMES: dict[tuple[str, str], set[str]] = {
         "callbacks/monitors.py",
         "commands/doctor/run.py",
     },
-    ("lightning.pytorch.callbacks.early_stopping:EarlyStopping", "_check_on_train_epoch_end"): {"callbacks/monitors.py"},
+    ("lightning.pytorch.callbacks.early_stopping:EarlyStopping", "_check_on_train_epoch_end"): {
+        "callbacks/monitors.py"
+    },
     ("lightning.pytorch.loops.evaluation_loop:_EvaluationLoop", "_combined_loader"): {"callbacks/monitors.py"},
     ("lightning.pytorch.loops.evaluation_loop:_EvaluationLoop", "_restart_stage"): {"callbacks/rollout_metrics.py"},
     ("lightning.pytorch.callbacks.model_summary:ModelSummary", "_summarize_kwargs"): {"callbacks/progress.py"},

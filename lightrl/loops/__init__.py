@@ -13,7 +13,7 @@ Reading order:
 May import: everything below, and the private names of Lightning that tests/test_structure.py lists.
 """
 
-from lightrl.loops.resume import CheckpointConnector, check_resume
+from lightrl.loops.resume import CheckpointConnector, check_exists, check_resume
 from lightrl.loops.rollout_loop import RolloutLoop, logging_allowed
 from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
@@ -26,6 +26,7 @@ __all__ = [
     "SharedRollout",
     "StepLog",
     "keep_rows",
+    "check_exists",
     "check_resume",
     "devices_text",
     "logging_allowed",

@@ -249,6 +249,14 @@ class Resume:
             ranks.fail(error)  # before callbacks' on_exception, which may wait for other ranks
 
 
+def check_exists(ckpt_path: Any) -> None:
+    """Raises ValueError if a checkpoint's path does not exist."""
+    if ckpt_path in (None, "last", "best", "hpc") or ":" in str(ckpt_path) or Path(ckpt_path).exists():
+        return
+    near = nearest_files(Path(ckpt_path), ".ckpt")
+    raise ValueError(f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. {near}")
+
+
 class CheckpointConnector(_CheckpointConnector):
     """Lightning's connector that can also load a multi-process checkpoint in one process, and explains mismatches."""
 
@@ -271,11 +279,7 @@ class CheckpointConnector(_CheckpointConnector):
                     "ckpt_path=best: this trainer has saved no checkpoint in a fit of its own, and knows only those. "
                     "Pass the path of a checkpoint, or last."
                 )
-        elif ckpt_path not in (None, "hpc") and ":" not in str(ckpt_path) and not Path(ckpt_path).exists():
-            raise ValueError(
-                f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. "
-                f"{nearest_files(Path(ckpt_path), '.ckpt')}"
-            )
+        check_exists(ckpt_path)
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def restore_model(self) -> None:

@@ -9,7 +9,7 @@ from kubeflow_trainer_api.models import IoK8sApiCoreV1PodTemplateSpec, TrainerV1
 
 from lightrl.commands.launch.plan import Plan, RunFacts, make_plan
 from lightrl.commands.launch.scripts import KubernetesLauncher, TorchrunLauncher
-from lightrl.commands.launch.settings import Launch, Resources
+from lightrl.commands.launch.settings import Launch, Recover, Resources
 
 
 def plan_of(facts: RunFacts | None = None, **launch) -> Plan:

@@ -163,13 +163,16 @@ def test_a_strict_umask_of_the_trainer_closes_neither_etc_nor_a_readable_folder(
     python = shutil.which("python3", path="/usr/bin:/bin")
     if python is None:
         pytest.skip("this system has no python3 that every user may read")
-    program = TRY + """
+    program = (
+        TRY
+        + """
 import pwd
 attempt("name", lambda: pwd.getpwuid(os.getuid()).pw_name == os.environ["USER"])
 attempt("file", lambda: open(sys.argv[1]).read())
 open("new", "w")
 attempt("mode", lambda: oct(os.stat("new").st_mode))
 """
+    )
     with tempfile.TemporaryDirectory(prefix="lightrl-test-", dir="/tmp") as folder:
         file = Path(folder, "a", "b", "file")  # where every user may read it
         file.parent.mkdir(parents=True)
