@@ -290,7 +290,9 @@ def test_a_guard_that_dies_is_no_failure_of_the_policy(
 
     async def asks_and_dies(request: dict[str, Any]) -> dict[str, Any]:
         program = ASK + "ask('a')" + ("; ask('b')" if is_refused else "")
-        asking = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env={**os.environ, **request["environment"]})
+        asking = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, env={**os.environ, **request["environment"]}
+        )
         statuses.append(await asking.wait())
         if reply is None:
             raise OSError("the guard died")
