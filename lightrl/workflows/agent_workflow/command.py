@@ -172,10 +172,8 @@ class AgentCommand:
             log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
         result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
         if reply["exit_code"] != 0:
-            how = self._how_it_failed(reply, request)
-            if reply["exit_code"] is None:  # its keeper was killed
-                raise RolloutError(f"{self.command[0]} {how}. It printed {output[-300:]!r}.")
-            raise AgentFailed(f"{self.command[0]} {how}. It printed {output[-300:]!r}.", result)
+            text = f"{self.command[0]} {self._how_it_failed(reply, request)}. It printed {output[-300:]!r}."
+            raise AgentFailed(text, result) if is_kept else RolloutError(text)  # else the guard's keeper was killed
         return result
 
     def _how_it_failed(self, reply: dict[str, Any], request: dict[str, Any]) -> str:
@@ -307,8 +305,7 @@ def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
     """
     homes = {Path.home(), Path.home().resolve()}
     paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
-    of_programs = [path for path in paths if path.name in ("bin", ".bin")]
-    for folder in [path for path in of_programs if has_home or homes.isdisjoint(path.parents)]:
+    for folder in [at for at in paths if at.name in ("bin", ".bin") and (has_home or homes.isdisjoint(at.parents))]:
         above = folder.parent
         has_keys = above.parent in homes and above.name.startswith(".") and not (above / "pyvenv.cfg").exists()
         paths.add(above / "lib" if has_keys else above)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -13,11 +14,13 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, cast
 
 import pytest
 
 from lightrl.errors import RolloutError
+from lightrl.rewards.sandbox.guard import network
 from lightrl.rewards.sandbox.guard.network import Proxy, split_host
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentLimits
@@ -299,6 +302,43 @@ def test_names_of_hosts_match_as_wholes_and_an_own_address_only_by_itself(monkey
     for text in ("http://pypi.org", "a b", "user@pypi.org", "pypi.org/simple", "", "*", "pypi.org:port"):
         with pytest.raises(ValueError, match=r"is not a host|port"):
             split_host(text)
+
+
+def test_the_relay_outlives_a_lack_of_descriptors_and_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_server() as (port, _), socket.create_server(("127.0.0.1", 0)) as listener:
+        problems = iter([OSError(errno.EMFILE, "too many open files"), None, None, SystemExit()])
+
+        class Short:
+            def accept(self) -> tuple[socket.socket, Any]:
+                if (problem := next(problems)) is not None:
+                    raise problem
+                return listener.accept()
+
+        class NoThread(threading.Thread):
+            def start(self) -> None:
+                monkeypatch.undo()
+                raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading, "Thread", NoThread)
+
+        def serve() -> None:
+            with contextlib.suppress(SystemExit):
+                network._serve(cast("socket.socket", Short()), lambda _: socket.create_connection(("127.0.0.1", port)))
+
+        serving = Thread(target=serve)
+        serving.start()
+        for answer in (b"", b"HTTP/1.1 200 OK"):  # the first finds no thread
+            with socket.create_connection(listener.getsockname()) as client:
+                client.sendall(b"GET")
+                client.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    assert client.recv(15) == answer
+        serving.join()
+
+
+def test_the_connections_of_a_relay_fit_the_usual_limit_of_descriptors() -> None:
+    num_listeners, num_of_connection, usual_limit = 2, 2, 1024
+    assert num_listeners * num_of_connection * network._MAX_CONNECTIONS < usual_limit - 100
 
 
 def test_hosts_are_refused_where_nothing_keeps_the_program_from_others() -> None:

@@ -282,12 +282,7 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
     ruleset = _libc.syscall(444, attributes, ctypes.c_size_t(size), 0)
     if ruleset < 0:
         return 0
-    devices = [
-        "/dev/null",
-        "/dev/full",
-        "/dev/random",
-        "/dev/urandom",
-    ]  # writable mappings of /dev/zero are shared memory
+    devices = [f"/dev/{name}" for name in ("null", "full", "random", "urandom")]  # /dev/zero maps to shared memory
     rules = [(path, all_files) for path in writable]
     rules += [(path, _EXECUTE_AND_READ) for path in readable]
     rules += [(path, _READ_AND_WRITE_FILE) for path in devices] + [("/dev/zero", _EXECUTE_AND_READ)]
@@ -319,11 +314,8 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
         return False
     code = []
     if not counts_shared_memory:
-        code += [
-            (_EQUAL, 0, 5, _MMAP[platform.machine()]),
-            (_LOAD, 0, 0, 40),
-            (_ANY_BIT, 0, 2, _MAP_ANONYMOUS),
-        ]  # flags
+        of_flags = [(_LOAD, 0, 0, 40), (_ANY_BIT, 0, 2, _MAP_ANONYMOUS)]
+        code += [(_EQUAL, 0, 5, _MMAP[platform.machine()]), *of_flags]
         code += [(_ANY_BIT, 0, 1, _MAP_SHARED), (_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
     code += [(_EQUAL, 0, 4, _CLONE[platform.machine()]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEWUSER)]  # its flags
     code += [(_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]

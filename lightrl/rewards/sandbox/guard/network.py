@@ -14,13 +14,15 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from urllib.parse import urlsplit
 
 from . import layers
 
 _HOST = "127.0.0.1"
-_MAX_CONNECTIONS = 512  # at once; more wait
+_MAX_CONNECTIONS = 200  # at once to each listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
+_PAUSE_S = 0.1
 _MAX_HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0
 _CONNECT_S = 30.0
@@ -180,8 +182,15 @@ def _serve(listener: socket.socket, reach: Callable[[socket.socket], socket.sock
     free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
     while True:
         free.acquire()
-        inside, _ = listener.accept()
-        threading.Thread(target=_join, args=(inside, reach, free), daemon=True).start()
+        inside: socket.socket | None = None
+        try:
+            inside, _ = listener.accept()
+            threading.Thread(target=_join, args=(inside, reach, free), daemon=True).start()
+        except (OSError, RuntimeError):  # no descriptor or thread is free now
+            if inside is not None:
+                inside.close()
+            free.release()
+            time.sleep(_PAUSE_S)
 
 
 def _join(inside: socket.socket, reach: Callable[[socket.socket], socket.socket], free: threading.Semaphore) -> None:
@@ -192,7 +201,7 @@ def _join(inside: socket.socket, reach: Callable[[socket.socket], socket.socket]
             back.start()
             _copy(inside, outside)
             back.join()
-    except OSError:  # refused, or the endpoint has closed
+    except (OSError, RuntimeError):  # refused, the endpoint has closed, or no thread is free
         pass
     finally:
         free.release()
