@@ -77,7 +77,7 @@ LEAVES = {
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
-    "agents": Leaf("workflows/agent_workflow", 2135, "lightrl.AgentWorkflow",
+    "agents": Leaf("workflows/agent_workflow", 2138, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
@@ -110,7 +110,7 @@ LEAVES = {
         "commands/test_setting_help.py", "check-a-run.md#help-for-a-setting"),
     "unused settings": Leaf("commands/unused_settings.py", 95, "unused settings",
         "commands/test_unused_settings.py", "check-a-run.md#settings-without-effect"),
-    "launch": Leaf("commands/launch", 2046, "lightrl launch",
+    "launch": Leaf("commands/launch", 2054, "lightrl launch",
         "commands/test_launch.py launch", "clusters.md#how-the-plan-is-made"),
     "convert": Leaf("commands/convert", 863, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip

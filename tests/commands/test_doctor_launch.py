@@ -122,7 +122,7 @@ def test_a_connection_that_is_reset_does_not_end_a_nodes_answers():
 
     answered = []
     with pytest.raises(EOFError):
-        NodeCheck(SPEC, 0, HOSTS, is_server=False)._answer(Listener())
+        NodeCheck(SPEC, 0, HOSTS, is_server=False).answer(Listener())
 
 
 def test_a_folder_of_a_model_is_the_same_if_its_config_and_the_sizes_of_its_files_are(tmp_path):

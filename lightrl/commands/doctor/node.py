@@ -194,9 +194,9 @@ class NodeCheck:
                 self._problem("ports", f"port {port} cannot be opened: {error.strerror}.", fix)
                 continue
             self.report.ports.append(port)
-            threading.Thread(target=self._answer, args=(listener,), daemon=True).start()
+            threading.Thread(target=self.answer, args=(listener,), daemon=True).start()
 
-    def _answer(self, listener: socket.socket) -> None:
+    def answer(self, listener: socket.socket) -> None:
         while True:
             connection, _ = listener.accept()
             with contextlib.suppress(OSError), connection:  # the other end may have reset it

@@ -151,7 +151,7 @@ class AgentCommand:
             is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
-            problem = self._without_secrets(str(error)).rstrip(".")
+            problem = self.without_secrets(str(error)).rstrip(".")
             raise RolloutError(f"{self.command[0]} could not be started: {problem}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)
@@ -166,7 +166,7 @@ class AgentCommand:
             if "view" not in self.layers:
                 text = "Agents find this machine's /etc, and neither a name for their user nor a /tmp. %s"
                 log.warning(text, what_to_allow())
-        output = self._without_secrets(reply["stdout"])
+        output = self.without_secrets(reply["stdout"])
         if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
             text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
             log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
@@ -193,7 +193,7 @@ class AgentCommand:
                 return f"{how}. It cannot read {word}: add it or its folder to readable"
         return how
 
-    def _without_secrets(self, text: str) -> str:
+    def without_secrets(self, text: str) -> str:
         """Replaces what `{env:NAME}` stands for, because output and messages are logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}

@@ -323,7 +323,7 @@ def test_the_relay_outlives_a_lack_of_descriptors_and_of_threads(monkeypatch: py
 
         def serve() -> None:
             with contextlib.suppress(SystemExit):
-                network._serve(cast("socket.socket", Short()), lambda _: socket.create_connection(("127.0.0.1", port)))
+                network.serve(cast("socket.socket", Short()), lambda _: socket.create_connection(("127.0.0.1", port)))
 
         serving = Thread(target=serve)
         serving.start()
@@ -338,7 +338,7 @@ def test_the_relay_outlives_a_lack_of_descriptors_and_of_threads(monkeypatch: py
 
 def test_the_connections_of_a_relay_fit_the_usual_limit_of_descriptors() -> None:
     num_listeners, num_of_connection, usual_limit = 2, 2, 1024
-    assert num_listeners * num_of_connection * network._MAX_CONNECTIONS < usual_limit - 100
+    assert num_listeners * num_of_connection * network.MAX_CONNECTIONS < usual_limit - 100
 
 
 def test_hosts_are_refused_where_nothing_keeps_the_program_from_others() -> None:
@@ -381,7 +381,7 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
     monkeypatch.setenv("LIGHTRL_TEST_KEY", secret)
     command = command_of("", environment={"KEY": "{env:LIGHTRL_TEST_KEY}"})
     printed = secret * 5 + "x" * ((64 << 10) - 5 * len(secret) + num_filled)  # the guard keeps its last 64 KiB
-    shown = command._without_secrets(printed[-(64 << 10) :])
+    shown = command.without_secrets(printed[-(64 << 10) :])
     assert set(shown.replace("{env:LIGHTRL_TEST_KEY}", "")) == {"x"}
 
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from . import layers
 
 _HOST = "127.0.0.1"
-_MAX_CONNECTIONS = 200  # at once to each listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
+MAX_CONNECTIONS = 200  # at once to each listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
 _PAUSE_S = 0.1
 _MAX_HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0
@@ -40,7 +40,7 @@ def open_relay(port: int, hosts: Iterable[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_RDWR), 1)  # only the guard may keep its reply pipe open
             listeners = [socket.socket(fileno=number) for number in socket.recv_fds(outer, 1, 2)[1]]
             reaches = (lambda _: socket.create_connection((_HOST, port)), Proxy(hosts).reach)
-            serving = [threading.Thread(target=_serve, args=pair) for pair in zip(listeners, reaches, strict=False)]
+            serving = [threading.Thread(target=serve, args=pair) for pair in zip(listeners, reaches, strict=False)]
             for thread in serving:  # none if entering the namespace failed
                 thread.start()
             for thread in serving:
@@ -178,8 +178,8 @@ def _target(head: str) -> tuple[str, int, bytes | None]:
     return host, url.port or 80, "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
-def _serve(listener: socket.socket, reach: Callable[[socket.socket], socket.socket]) -> None:
-    free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+def serve(listener: socket.socket, reach: Callable[[socket.socket], socket.socket]) -> None:
+    free = threading.BoundedSemaphore(MAX_CONNECTIONS)
     while True:
         free.acquire()
         inside: socket.socket | None = None
