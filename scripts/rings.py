@@ -91,7 +91,7 @@ LEAVES = {
         "callbacks/test_bottleneck.py", "performance.md#what-limits-an-iteration"),
     "export callback": Leaf("callbacks/export.py", 188, "lightrl.HuggingFaceExport",
         "callbacks/test_export.py", "share-a-model.md#at-the-end-of-a-run"),
-    "export": Leaf("commands/export.py", 296, "lightrl export",
+    "export": Leaf("commands/export.py", 298, "lightrl export",
         "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),
     "inspect": Leaf("commands/inspect", 1057, "lightrl inspect", "inspect", "inspect.md#look-at-a-run"),
     "init": Leaf("commands/init.py", 87, "lightrl init",

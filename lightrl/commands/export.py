@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrl import __version__
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import user_code
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CURVE = ("val/accuracy_fraction", "val/reward", "rollout/accuracy_fraction", "rollout/reward", "val/loss")
-_PACKAGES = ("lightrl", "torch", "transformers", "lightning")
+_PACKAGES = ("torch", "transformers", "lightning")
 _DATA = re.compile(r"data\.(train|validation|test)(\.(source|name|split|columns.*|arguments.*))?$")
 _IMAGE = "learning_curve.png"
 _MODEL_FILES = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
@@ -234,7 +235,8 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
         lines += _curve_lines(run.folder, folder)
         lines += ["## Data", "", *_table("setting", "value", data)] if data else []
         lines += ["## Settings", "", *_table("setting", "value", settings)]
-    versions = {name: version(name) for name in _PACKAGES} | {"python": platform.python_version()}
+    versions = {"lightrl": __version__} | {name: version(name) for name in _PACKAGES}
+    versions["python"] = platform.python_version()
     lines += ["## Package versions at export", "", *_table("package", "version", versions)]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
