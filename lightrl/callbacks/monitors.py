@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
@@ -43,10 +43,10 @@ class MonitorCheck(RLCallback):
     """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []  # of the first iterations
+        self._metric_names: set[str] | None = None  # the reward's, from the first iteration of a run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._groups = []
+        self._metric_names = None
         if trainer.is_global_zero:
             warn_of_unchecked(trainer)
 
@@ -54,15 +54,16 @@ class MonitorCheck(RLCallback):
         check_monitors(trainer, "val/")
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        self._groups = groups
+        if self._metric_names is None:
+            self._metric_names = {name for group in groups for item in group.trajectories for name in item.metrics}
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
-        if not (trainer.fit_loop.total_batch_idx == batch_idx == 1 and self._groups):
+        if self._metric_names is None or not trainer.fit_loop.total_batch_idx == batch_idx == 1:
             return
         if are_names_known(trainer, pl_module):  # the first iteration has logged its metrics
-            upcoming = names_of_validation(self._groups, cast("RLModule", pl_module).validation_group_size)
+            upcoming = names_of_validation(self._metric_names, cast("RLModule", pl_module).validation_group_size)
             checked = ("val/",) if trainer.num_sanity_val_steps else ()
             check_monitors(trainer, "", except_for=(*LATER, *checked), upcoming=upcoming)
         else:
@@ -71,22 +72,17 @@ class MonitorCheck(RLCallback):
     @staticmethod
     def before_start(trainer: L.Trainer) -> None:
         """Warns about monitored names that look mistyped, before models are loaded."""
-        warn_of_monitors(trainer)
+        for name, monitor in _monitors(trainer):
+            hint = did_you_mean(monitor, ALWAYS_LOGGED, num=1, cutoff=_NEAR)
+            if hint and monitor not in ALWAYS_LOGGED:
+                text = "%s monitors %s, which is logged only if your reward, module or a callback logs it.%s"
+                log.warning(text, name, monitor, hint)
 
     @staticmethod
     def explain(trainer: L.Trainer, error: Exception) -> None:
         """Raises a clearer ValueError if Lightning raised `error` because a monitored metric is not logged."""
         if "conditioned on metric" in str(error) or "could not find the monitored key" in str(error):
             check_monitors(trainer, "")
-
-
-def warn_of_monitors(trainer: L.Trainer) -> None:
-    """Warns about monitored names that look mistyped, before models are loaded."""
-    for name, monitor in _monitors(trainer):
-        hint = did_you_mean(monitor, ALWAYS_LOGGED, num=1, cutoff=_NEAR)
-        if hint and monitor not in ALWAYS_LOGGED:
-            text = "%s monitors %s, which is logged only if your reward, module or a callback logs it.%s"
-            log.warning(text, name, monitor, hint)
 
 
 def check_monitors(
@@ -108,10 +104,9 @@ def check_monitors(
             raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {names}.")
 
 
-def names_of_validation(groups: Iterable[Group], group_size: int) -> set[str]:
-    """Returns the metrics that a validation will log, judging by the metrics of rewarded training groups."""
-    names = {name for group in groups for item in group.trajectories for name in item.metrics}
-    names = {"accuracy_fraction" if name == "accuracy" else name for name in names}
+def names_of_validation(metric_names: Collection[str], group_size: int) -> set[str]:
+    """Returns the metrics that a validation will log if the reward reports metrics of these names."""
+    names = {"accuracy_fraction" if name == "accuracy" else name for name in metric_names}
     names |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
     return {*ALWAYS_LOGGED, *(f"val/{name}" for name in names)}
 
@@ -125,7 +120,7 @@ def are_names_known(trainer: Any, module: Any) -> bool:
 
 def warn_of_unchecked(trainer: Any) -> None:
     """Warns about callbacks that never check their metric, because no validation or save is due until the run ends."""
-    length, every = trainer.num_training_batches, trainer.check_val_every_n_epoch
+    length, num_epochs = trainer.num_training_batches, trainer.check_val_every_n_epoch  # between validations
     max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
     lasts = [
         *([trainer.max_steps] if trainer.max_steps > 0 else []),
@@ -137,7 +132,8 @@ def warn_of_unchecked(trainer: Any) -> None:
 
     def is_due(step: int) -> bool:
         epoch, batch = divmod(step - 1, length)
-        return bool(step % at == 0 if every is None else (epoch + 1) % every == 0 and (batch + 1) % at == 0)
+        is_epoch_due = num_epochs is not None and (epoch + 1) % num_epochs == 0
+        return bool(step % at == 0 if num_epochs is None else is_epoch_due and (batch + 1) % at == 0)
 
     is_read = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None  # not yet, if an epoch has none
     if not trainer.enable_validation or (is_read and not sum(trainer.num_val_batches)):

@@ -50,7 +50,7 @@ def example_files(example: str) -> dict[str, str]:
             return match[0]
         return file if name == example else f"{name}{separator}{file}"
 
-    for source in sources:  # which grows
+    for source in sources:  # `renamed` appends to it
         path = source.relative_to(root).as_posix().removeprefix(f"{example}/")
         files[path] = _REFERENCE.sub(renamed, source.read_text())
     return files

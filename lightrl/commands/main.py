@@ -27,7 +27,7 @@ COMMANDS = {
     "serve": "start SGLang or vLLM servers in the foreground and print how to use them in a run",
 }
 
-# Commands that Lightning does not have; each is a module or package beside this file with `run(args) -> exit code`.
+# Commands that Lightning does not have; each is a module or package next to this file with `run(args) -> exit code`.
 _MODULES = {"init", "export", "plan", "convert", "doctor", "launch", "status", "inspect", "serve"}
 
 _HELP = f"""\

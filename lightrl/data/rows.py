@@ -418,7 +418,7 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
             wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with a comma or line break."
             yield name, dict(row) if len(values) == len(names) else ValueError(wrong)
     except csv.Error as error:
-        raise ValueError(f"Line {reader.line_num} of '{path}' is not valid CSV: {error}. Close its quotes.") from error
+        raise ValueError(f"Line {reader.line_num + 1} of '{path}' is not valid CSV: {error}. Close quotes.") from error
 
 
 def _text(path: Path) -> str:

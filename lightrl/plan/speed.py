@@ -1,7 +1,7 @@
 """Predicts an iteration's time by phase and its cost, on known GPUs, if each trajectory has its maximum length.
 
 Compute takes its FLOPs at MFU of the peak, decoding its bytes at MBU of the memory's bandwidth, and communication its
-bytes at the link's bandwidth, beside the compute. tests/plan/test_speed.py compares it with an H200's measurements.
+bytes at the link's bandwidth, during the compute. tests/plan/test_speed.py compares it with an H200's measurements.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ FILES = [
     row("a row with more columns than the first line", ("a.csv", CSV + b"1,2\n1,2,3\n"), "Line 3 of 'a.csv' has 3 columns", "2", "Quote"),
     row("a row with fewer columns", ("a.csv", CSV + b"1\n"), "Line 2 of 'a.csv' has 1 column,", "2"),
     row("two columns of a name", ("a.csv", b"question,question\n1,2\n"), "'a.csv' has two columns 'question'", "Rename"),
-    row("a quote that stays open in .csv", ("a.csv", CSV + b'"1,2\n3,4\n'), "of 'a.csv' is not valid CSV", "quotes"),
+    row("a quote that stays open in .csv", ("a.csv", CSV + b'"1,2\n3,4\n'), "Line 2 of 'a.csv' is not valid CSV", "quotes"),
     row("a .parquet that is none", ("a.parquet", b"PAR1 no"), "a.parquet"),
     row("no such column", ("a.jsonl", b'{"prompt": "1", "answer": "2"}'), "Line 1 of 'a.jsonl' has no column 'question'", "prompt_column"),
     row("no answer", ("a.jsonl", OK + b'{"question": "1"}'), "Line 2 of 'a.jsonl' has no column 'answer'", "answer_column"),

@@ -38,10 +38,10 @@ from lightrl.module import RLModule
 from lightrl.plan import bytes_text
 
 _BY_HAND_S = 600.0  # for a user to start the scripts of torchrun
-_LEAST_FREE = 0.9  # of a GPU's memory
+_LEAST_FREE = 0.9  # fraction of a GPU's memory
 _CLOCK_S = 1.0
 _LOG_BYTES, _LOG_LINES = 4096, 5
-_LEAST_MIN = 10  # of a Slurm job, besides the steps
+_LEAST_MIN = 10  # minutes of a Slurm job in addition to the steps'
 
 
 def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.Callback]) -> int:
@@ -73,7 +73,7 @@ def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.C
         plan = check_plan(run_plan, deadline_s)
         _run_on_nodes(plan, spec)
         reports = [spec.read(node) for node in range(len(plan.hosts))]
-        file = Path(folder) / "hosts"  # of launchers that get their hosts from a scheduler
+        file = Path(folder) / "hosts"  # written by launchers that get their hosts from a scheduler
         hosts = file.read_text().split() if file.exists() else [*plan.hosts]
         hosts = [with_hosts(host, hosts) for host in plan.hosts]
         nums: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.C
             sys.stdout.write(f"{one_period(str(finding))}\n")
         for path in spec.folders.values():
             for node in range(len(hosts)):
-                spec.probe(path, node).unlink(missing_ok=True)  # of nodes that were killed
+                spec.probe(path, node).unlink(missing_ok=True)  # killed nodes leave theirs
     totals = f"{nums['ok']} ok, {count_text(nums['warning'], 'warning')}, {nums['fails']} failed"
     sys.stdout.write(f"\n{table(spec, hosts, reports)}\n\n{totals}\n")
     return int(nums["fails"] > 0)

@@ -50,15 +50,15 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """What to check on the nodes of a launch."""
+    """Instructions for the check of a launch's nodes."""
 
-    folder: str  # of the check; nodes report here
-    port: int  # of the store on the first node
-    ports: list[list[int]]  # of each node: those of its servers and of its weight receiver
-    num_gpus: list[int]  # that the launch uses on each node; 0 on CPUs
+    folder: str  # the check's; nodes report here
+    port: int  # the store's, on the first node
+    ports: list[list[int]]  # node → ports of its servers and its weight receiver
+    num_gpus: list[int]  # node → GPUs that the launch uses; 0 on CPUs
     folders: dict[str, str]  # setting → folder that all nodes must share
     models: dict[str, str]  # role → path or hub name
-    deadline_s: float  # of each step
+    deadline_s: float  # per step
     servers_wait: bool  # the launcher ends the processes of hosts with only servers, and they must not end before
 
     def probe(self, path: str, node: int) -> Path:
@@ -77,19 +77,19 @@ class NodeSpec:
 
 @dataclass
 class Report:
-    """What a node found."""
+    """Results of a node's checks, so far."""
 
     step: str = STEPS[0]  # the last that is complete
     host: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    driver: str = ""  # of NVIDIA
+    driver: str = ""  # version of NVIDIA's
     gpus: list[tuple[str, float, float]] = field(default_factory=list)  # name, free and total bytes
-    ports: list[int] = field(default_factory=list)  # that it opened
+    ports: list[int] = field(default_factory=list)  # opened by this node
     models: dict[str, str] = field(default_factory=dict)  # role → fingerprint; empty if it is not on this node
     unseen: dict[str, list[int]] = field(default_factory=dict)  # setting → nodes whose files are not there
     reached: list[int] = field(default_factory=list)  # nodes
     clock_s: tuple[float, float] | None = None  # this node's clock minus that of node 0, and how exact that is
-    bytes_per_s: dict[str, float] = field(default_factory=dict)  # of an all_reduce, by backend
+    bytes_per_s: dict[str, float] = field(default_factory=dict)  # backend → bandwidth of an all_reduce
     problems: list[tuple[str, str, str]] = field(default_factory=list)  # area, text, fix
 
 
@@ -239,7 +239,7 @@ class NodeCheck:
                 if number != other:
                     is_reached = False
                     fix = "Check the names and addresses of the hosts (DNS, /etc/hosts)."
-                    self._problem("network", f"{place} is node {self.hosts[number]}.", fix)
+                    self._problem("network", f"{place} is answered by node {number}, not node {other}.", fix)
                     break
                 if other == 0 and (self.report.clock_s is None or clock_s[1] < self.report.clock_s[1]):
                     self.report.clock_s = clock_s
@@ -250,7 +250,7 @@ class NodeCheck:
         """Returns the number of the node that answers, and by how much this clock is ahead of its, with the error."""
         start_s = time.time()
         with socket.create_connection((self.hosts[other], port), min(_CONNECT_S, self.spec.deadline_s)) as connection:
-            number, clock = connection.makefile().readline().split()
+            number, clock = connection.makefile().readline(100).split()  # other programs may send more
         end_s = time.time()
         return int(number), ((start_s + end_s) / 2 - float(clock), (end_s - start_s) / 2)
 

@@ -48,7 +48,7 @@ class Recover:
 
 @dataclass(frozen=True)
 class Resources:
-    """What Ray or Kubernetes reserves for each rank or server, besides its GPUs.
+    """Resources that Ray or Kubernetes reserves for each rank or server, in addition to its GPUs.
 
     Args:
         cpus: CPU cores; None reserves one for a process on Ray, and none on Kubernetes.
