@@ -139,8 +139,8 @@ def check_plan(plan: Plan, deadline_s: float) -> Plan:
                 ports=tuple(port for one in here for port in one.ports) or (plan.port + SERVER_OFFSET,),
             )
         )
-    minutes = _LEAST_MIN + math.ceil(len(STEPS) * deadline_s / 60)
-    launch = replace(plan.launch, time_limit=str(minutes), warning_s=10, recover=Recover())
+    minutes = str(_LEAST_MIN + math.ceil(len(STEPS) * deadline_s / 60)) if plan.launch.launcher == "slurm" else None
+    launch = replace(plan.launch, time_limit=minutes, warning_s=10, recover=Recover())
     return replace(plan, launch=launch, processes=tuple(processes))
 
 

@@ -152,7 +152,7 @@ class Launch:
         if self.recover.retries and self.launcher in ("torchrun", "kubernetes"):
             how = "To continue there, start again with --ckpt_path last"
             raise ValueError(f"launch.recover needs launcher: local, slurm or ray, got {self.launcher}. {how}.")
-        if self.time_limit is not None and self.launcher == "kubernetes":
+        if self.time_limit is not None and self.launcher != "slurm":
             raise ValueError(f"launch.time_limit needs launcher: slurm, got {self.launcher}. Remove it.")
         if self.hosts and len(self.hosts) != self.nodes:
             raise ValueError(f"launch.hosts must name all {self.nodes} nodes, got {len(self.hosts)}.")

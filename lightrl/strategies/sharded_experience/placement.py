@@ -89,9 +89,9 @@ def place_rows(
     parts, num = [units], min(num_minibatches, len(units))
     if num > 1:  # within each minibatch, units are ordered by their first rows
         order = torch.randperm(len(units), generator=torch.Generator().manual_seed(seed))
-        parts = [sorted(units[number] for number in part.tolist()) for part in order.tensor_split(num)]
-    for index, units in enumerate(parts):
-        minibatch[[row for rows in units for row in rows]] = index
+        parts = [sorted(units[number] for number in numbers.tolist()) for numbers in order.tensor_split(num)]
+    for index, part in enumerate(parts):
+        minibatch[[row for rows in part for row in rows]] = index
     placed = replace(experience.with_tensors({"_minibatch": minibatch}), ranks=ranks)
     return placed if ranks.size == 1 else _place_on_ranks(placed, parts, roles)
 

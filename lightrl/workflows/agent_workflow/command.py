@@ -56,7 +56,7 @@ _READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
 _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
 _UNBOUNDED = 1 << 30
 _TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
-OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that only a program can have
+OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that have no effect on a function
 _INTERPRETERS = ("python3", "python", "node")  # on PATH these may link to elsewhere
 _SECRET = re.compile(r"\{env:(\w+)\}")
 
@@ -77,17 +77,18 @@ def root_of(process: int) -> str:
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """Limits of one agent; None is no limit. At one of its program the program is killed, and its trajectory dropped.
+    """Limits of one agent; None is no limit.
 
-    At one of its requests, the endpoint refuses further ones (`limit_exceeded`), as it does for `max_tokens`.
+    A program that exceeds memory_mib or disk_mib is killed, and its trajectory is dropped. A request that exceeds
+    requests, turns or total_tokens is refused (`limit_exceeded`), as one that exceeds `max_tokens` is.
 
     Args:
-        memory_mib: memory of all its processes together.
-        disk_mib: its files together, looked at about once a second, and each file for itself.
-        processes: processes and threads.
-        requests: answers that it gets.
-        turns: answers within one conversation.
-        total_tokens: tokens of all its rows together, which are read as one microbatch.
+        memory_mib: memory of all processes of a program together.
+        disk_mib: size of each file and, checked about once a second, of all files together.
+        processes: processes and threads of a program; it cannot start more.
+        requests: answers to the agent.
+        turns: answers in one conversation.
+        total_tokens: tokens of all the agent's rows, which are read as one microbatch, when a request starts.
     """
 
     memory_mib: int | None = None
@@ -117,7 +118,7 @@ class AgentResult:
 
 
 class AgentFailed(RolloutError):
-    """Raised if a program fails, with what it left; who catches it deletes the workspace."""
+    """Raised if a program fails; contains its output and workspace, which the caller deletes."""
 
     def __init__(self, message: str, result: AgentResult = AgentResult()) -> None:
         super().__init__(message)
