@@ -74,6 +74,7 @@ class PlanCLI(LaunchedCLI):
 
     def fit(self, **kwargs: object) -> None:
         """Prints the plan instead of training."""
+        check_positive(price_per_gpu_hour=self.config_init[self.config.subcommand].get("price_per_gpu_hour"))
         module, launched, device_bytes = self.model, self.launched, self._device_bytes()
         accelerator = self.config[self.config.subcommand].trainer.accelerator
         if isinstance(module, RLModule):
@@ -93,24 +94,24 @@ class PlanCLI(LaunchedCLI):
             where = "\n".join(["launch", drawing(launched), *launched.notes])
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
+        inferring: list[str] = []
+        if isinstance(module, RLModule):
+            inferring = [call.role for call in graph.calls if call.kind == "infer" and call.role and call.url is None]
         try:
             run = self._planned(reads_models=True)
-            found = [] if device_bytes is None else list(misfits(run, device_bytes))
-            self.exit_code, costs = int(bool(found)), costs_text(run, device_bytes, found)
+            misfit_list = [] if device_bytes is None else list(misfits(run, device_bytes))
+            self.exit_code, costs = int(bool(misfit_list)), costs_text(run, device_bytes, misfit_list)
+            costs += f"\n\n{self._time_text(run, inferring, device_bytes)}"
         except UnknownMemory as error:
             costs = f"{_batches_text(self._planned(reads_models=False))}\n\n{error}"
         except ValueError as error:
             costs = str(error)
-        inferring: list[str] = []
-        if isinstance(module, RLModule):
-            inferring = [call.role for call in graph.calls if call.kind == "infer" and call.role and call.url is None]
-        sys.stdout.write("\n\n".join([text, *mermaid, where, costs, self._time_text(inferring, device_bytes)]) + "\n")
+        sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
 
-    def _time_text(self, inferring: Sequence[str], device_bytes: float | None) -> str:
+    def _time_text(self, run: PlannedRun, inferring: Sequence[str], device_bytes: float | None) -> str:
         """Returns the predicted time of an iteration and its cost, or why there is none."""
         settings = self.config_init[self.config.subcommand]
         kind, price = settings.get("gpu"), settings.get("price_per_gpu_hour")
-        check_positive(price_per_gpu_hour=price)
         on_gpu = self.trainer.strategy.root_device.type == "cuda"
         name = torch.cuda.get_device_name(0) if kind is None and on_gpu and torch.cuda.is_available() else ""
         kind = kind or next((known for known, gpu in GPUS.items() if gpu.torch_name == name), None)
@@ -118,7 +119,6 @@ class PlanCLI(LaunchedCLI):
             other = f" {name} is not known." if name else ""
             return f"how long? Pass --gpu, one of {', '.join(GPUS)}, and --trainer.accelerator gpu.{other}"
         try:
-            run = self._planned(reads_models=True)
             return time_text(run, kind, planned_time(run, GPUS[kind], device_bytes, inferring), price)
         except ValueError as error:  # also UnknownMemory: the sizes of the models are not known
             return f"how long? {error}"
@@ -199,10 +199,10 @@ def run(args: Sequence[str]) -> int:
     return reported(lambda callbacks: PlanCLI(["fit", *args], callbacks=callbacks).exit_code)
 
 
-def costs_text(run: PlannedRun, device_bytes: float | None, found: Sequence[Misfit]) -> str:
+def costs_text(run: PlannedRun, device_bytes: float | None, misfit_list: Sequence[Misfit]) -> str:
     """Formats all tables, and says whether the run fits into the memory of each device."""
     engine = _engine_text(run, device_bytes)
-    parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes, found)]
+    parts = [_batches_text(run), _roles_text(run), _memory_text(run), engine, _fit_text(run, device_bytes, misfit_list)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -287,12 +287,12 @@ def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str
     return [("run at once", f"{num:,}", text)] if num < total else []
 
 
-def _fit_text(run: PlannedRun, device_bytes: float | None, found: Sequence[Misfit]) -> str:
+def _fit_text(run: PlannedRun, device_bytes: float | None, misfit_list: Sequence[Misfit]) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not fit and what to change."
     lines = [
         line
-        for misfit in found
+        for misfit in misfit_list
         for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     ]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
