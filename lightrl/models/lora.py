@@ -102,11 +102,8 @@ class LoRA(Tuning):
             from peft import LoraConfig
         except ImportError as error:
             raise ImportError("lora needs peft: pip install peft.") from error
-        if self.target_parameters and any(parameter.is_meta for parameter in model.parameters()):
-            raise ValueError(
-                "lora.target_parameters can only be trained in one process so far. Set trainer.strategy to auto and "
-                "trainer.devices to 1, or remove them."
-            )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self.check_sharded()
         model.requires_grad_(False)
         if self.adapter is not None:
             saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
@@ -213,6 +210,17 @@ class LoRA(Tuning):
                     f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
                     "from lora.target_modules, or use FSDP2Strategy."
                 )
+
+    def check_sharded(self) -> None:
+        names: Sequence[str] = self.target_parameters
+        if self.adapter is not None:
+            saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
+            names = saved.get("target_parameters") or ()
+        if any(not name.endswith(".weight") for name in names):  # otherwise linear layers, see `_name_for_peft`
+            raise ValueError(
+                f"lora.target_parameters={list(names)} can only be trained in one process so far. Set trainer.strategy "
+                "to auto and trainer.devices to 1, or remove them."
+            )
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         if not hasattr(module, "base_layer"):

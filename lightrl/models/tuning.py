@@ -39,6 +39,9 @@ class Tuning:
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
 
+    def check_sharded(self) -> None:
+        """Raises ValueError if ranks cannot hold the added weights in shards."""
+
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         """Maps a linear layer's modules to their tensor-parallel style: `colwise`, `rowwise` or `replicate`."""
         return {name: style}
