@@ -579,7 +579,7 @@ def _passes(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> tuple[_Pass, _
     if can_compile(hidden.device.type):
         return linear, _compiled(_fused_logprobs), _compiled(_fused_gradient)
     buffers = ChunkBuffers(min(hidden.shape[0], chunk_tokens), weight)
-    return buffers.logits, *(functools.partial(one, buffers) for one in (_chunk_logprobs, _chunk_gradient))
+    return buffers.logits, functools.partial(_chunk_logprobs, buffers), functools.partial(_chunk_gradient, buffers)
 
 
 @functools.cache

@@ -32,7 +32,6 @@ from lightrl.models.precision import keep_float32
 from lightrl.models.tuning import ATTRIBUTE, Part, ServedForm, Tuning, held_tensors
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
     from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -155,7 +154,7 @@ class LoRA(Tuning):
         peft takes every target that ends with a name such as `gate_proj` for the experts that transformers 5 fuses. It
         takes a layer's weight, named as a parameter, for nothing else, and makes the same adapter for it.
         """
-        config = model.peft_config[_ADAPTER]
+        config: Any = model.peft_config[_ADAPTER]
         adapted = {name.partition(".lora_A.")[0] for name in self.sources(model, "added") if ".lora_A." in name}
         linear = {name for name in adapted if not hasattr(model.get_submodule(name), "parameter_name")}
         endings = {name.rpartition(".")[2] for name in linear}
@@ -387,7 +386,7 @@ class LoRA(Tuning):
             LoRA(adapter=folder).add_to(model)
 
 
-def _adapt_layers_as_linear(config: LoraConfig, model: PreTrainedModel) -> None:
+def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:
     """Targets linear layers as modules where `_name_for_peft` has named their weights as parameters."""
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     taken = linear.intersection(config.target_parameters or ())
@@ -396,7 +395,7 @@ def _adapt_layers_as_linear(config: LoraConfig, model: PreTrainedModel) -> None:
         config.target_parameters = sorted(set(config.target_parameters) - taken)
 
 
-def _is_taken_for_experts(target: str, config: LoraConfig, model: PreTrainedModel) -> bool:
+def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
     """Whether peft, when it loads adapters, replaces this target by fused experts."""
     conversion = _conversion_of_peft()
     if conversion is None:

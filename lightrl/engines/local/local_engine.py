@@ -233,8 +233,8 @@ class LocalEngine(RolloutEngine):
         self._dtype = next(policy.parameters()).dtype
 
     def _chosen_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = computing_dtype(self.trainer_precision, self._dtype)
-        return dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        given: torch.dtype | None = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        return given or computing_dtype(self.trainer_precision, self._dtype)
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
         self.key_value_bytes = key_value_bytes
