@@ -230,7 +230,7 @@ class LocalEngine(RolloutEngine):
         )
 
     def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
-        self._dtype = next(policy.parameters()).dtype
+        self._dtype = next((value.dtype for value in policy.parameters()), self._dtype)
 
     def _chosen_dtype(self) -> torch.dtype:
         given: torch.dtype | None = None if self.dtype == "auto" else getattr(torch, self.dtype)
