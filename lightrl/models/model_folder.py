@@ -132,9 +132,6 @@ class ModelDescription:
             tensors: the checkpoint's weights: all, or only the trained ones if the tuning keeps the base.
             folder: must exist.
             merged: always write the whole model; implied if a scalar head was trained.
-
-        Raises:
-            ValueError: if the weights do not fit the model, or other tools would read the folder as another model.
         """
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):

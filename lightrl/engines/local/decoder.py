@@ -363,8 +363,7 @@ class HuggingFaceDecoder:
             arguments["position_ids"] = positions
         arguments |= inputs or {"input_ids": token_ids}
         if "logits_to_keep" in self._accepted:
-            # As a tensor, so that the head's input is a contiguous copy: for a strided one, torch copies the head's
-            # bfloat16 weight for each row.
+            # A tensor makes a contiguous copy; for a strided input, torch copies the head's bfloat16 weight per row.
             arguments["logits_to_keep"] = self._last
         if self._routes is None:
             outputs = self._model(**arguments)

@@ -115,8 +115,7 @@ class LocalEngine(RolloutEngine):
             With the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share each
             operation, which is slower than one thread for models below 10 M parameters; for these, None means 1.
         max_context: maximum number of tokens in prompt and completion together; None means the model's context.
-        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is the dtype in which the trainer computes:
-            bfloat16 with `bf16-mixed`, otherwise that of its weights.
+        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is what the trainer computes in.
         device: where to decode; None means the trainer's CUDA device if it has one, and otherwise the CPU.
         quantization: `fp8` rounds linear weights as SGLang does with this setting. It saves no memory; it shows the
             mismatch with the trainer, and its correction, without a GPU. See weights/block_fp8.py.
