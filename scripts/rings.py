@@ -89,7 +89,7 @@ LEAVES = {
         "trainer/test_monitors.py", "lightning-habits.md#monitored-metrics"),
     "bottleneck": Leaf("callbacks/bottleneck.py", 83, "bottleneck",
         "callbacks/test_bottleneck.py", "performance.md#what-limits-an-iteration"),
-    "export callback": Leaf("callbacks/export.py", 188, "lightrl.HuggingFaceExport",
+    "export callback": Leaf("callbacks/export.py", 193, "lightrl.HuggingFaceExport",
         "callbacks/test_export.py", "share-a-model.md#at-the-end-of-a-run"),
     "export": Leaf("commands/export.py", 298, "lightrl export",
         "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),
@@ -116,7 +116,7 @@ LEAVES = {
 }  # fmt: skip
 
 OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
-    strategies/layouts/branches.py
+    strategies/layouts/branches.py strategies/layouts/packing_trial.py functional/chunk_buffers.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/registry.py engines/servers/sync/receiver.py

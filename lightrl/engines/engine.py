@@ -88,6 +88,7 @@ class RolloutEngine(ABC):
     probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
+    trainer_precision: str = "32-true"  # set before `place`, `planned` and `start`
 
     @property
     def records_columns(self) -> bool:

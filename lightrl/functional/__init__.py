@@ -4,6 +4,7 @@ Sums over microbatches and ranks happen outside. Functions check shapes and sett
 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the only file that shifts by one
+                    (chunk_buffers.py: memory that all chunks use)
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); value loss and normalization; reward shaping
     losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry;

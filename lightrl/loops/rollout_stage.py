@@ -329,6 +329,7 @@ def devices_text(trainer: RLTrainer) -> str:
     """Describes the devices of trainer and engine on this machine; the engine learns the trainer's devices here."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
+    engine.trainer_precision = str(trainer.precision)
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
     return text.rstrip()
 

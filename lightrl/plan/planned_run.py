@@ -139,6 +139,8 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     context = (module.context_tokens if reads_models else None) or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
     is_recorded = isinstance(data, TrajectoryDataModule)
+    engine = trainer.engine or LocalEngine()
+    engine.trainer_precision = str(trainer.precision)
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -153,9 +155,7 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
-        engine=None
-        if is_recorded
-        else (trainer.engine or LocalEngine()).planned(trainer.strategy.root_device, settings["roles"][0].parameters),
+        engine=None if is_recorded else engine.planned(trainer.strategy.root_device, settings["roles"][0].parameters),
     )
 
 
