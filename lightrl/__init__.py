@@ -90,10 +90,12 @@ if TYPE_CHECKING:
         DynamicSampling,
         HuggingFaceExport,
         LearningCurve,
+        PrometheusMetrics,
         PromptCurriculum,
         RLCallback,
         RolloutMetrics,
         RolloutProgressBar,
+        RunCost,
         StalenessControl,
         Trace,
         TrajectoryLog,
@@ -138,7 +140,9 @@ _NAMES = {
         "AgentWorkflow"],
     "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "VLLMEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
-        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport"],
+        "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
+    "PrometheusMetrics", "RunCost",
+        "PrometheusMetrics", "RunCost"],
 }  # fmt: skip
 _HOMES = {name: package for package, names in _NAMES.items() for name in names}
 
@@ -152,6 +156,7 @@ __all__ = [
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine",
     "SGLangEngine", "VLLMEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
+    "PrometheusMetrics", "RunCost",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)
