@@ -119,7 +119,8 @@ class PrometheusMetrics(RLCallback):
             if self._token and not hmac.compare_digest(sent, expected):
                 start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
                 return [b"Send the token as `Authorization: Bearer ...`.\n"]
-            return serve(environ, start_response)
+            answer: Iterable[bytes] = serve(environ, start_response)
+            return answer
 
         return application
 
