@@ -56,15 +56,12 @@ def test_the_most_likely_tokens_of_each_sampled_one_become_columns():
 
 
 def test_with_truncated_sampling_they_are_within_the_support():
-    # The first support has half of the probability, which doubles that of its tokens; the second has one token.
-    masks = {"output_token_sampling_mask": [[4, 7], [9]], "output_token_sampling_logprobs": [0.19314718, 0.0]}
-    with pytest.raises(MalformedAnswer):
-        columns_of(sglang, sglang_answer(output_top_logprobs=TRIPLES, **masks), topk_logprobs=2, top_k=2)
-    masks["output_token_sampling_logprobs"] = [-0.25, 0.0]
+    # Within the first support every probability is exp(0.25) times as large; the second has one token.
+    masks = {"output_token_sampling_mask": [[4, 7], [9]], "output_token_sampling_logprobs": [-0.25, 0.0]}
     found = columns_of(sglang, sglang_answer(output_top_logprobs=TRIPLES, **masks), topk_logprobs=2, top_k=2)
     assert found["behavior_topk_ids"] == [4, 7, 9, 0]
     assert found["behavior_topk_logprobs"] == [-0.25, -1.75, 0.0, NO_TOKEN]
-    likely = [[*TOP[0][:2], (-9999.0, 7)], TOP[1]]
+    likely = [[*TOP[0][:2], (-9999.0, 7)], [*TOP[1], (-9999.0, 8)]]
     found = columns_of(vllm, vllm_answer(likely), topk_logprobs=3, top_k=40)
     assert found["behavior_topk_logprobs"] == [-0.5, -1.5, NO_TOKEN, -1.0, -1.25, -3.0]
 
