@@ -200,6 +200,8 @@ class Sampling:
         max_new_tokens: token limit of a completion; each turn has one completion.
         min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
+        topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
+            `score_centering`; they take 8 bytes each.
         seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
     """
 
@@ -210,6 +212,7 @@ class Sampling:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    topk_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -224,6 +227,8 @@ class Sampling:
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        if not 0 <= self.topk_logprobs <= MAX_SUPPORT:
+            raise ValueError(f"topk_logprobs must be from 0 to {MAX_SUPPORT:,}, got {self.topk_logprobs}.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             bound = f"max_new_tokens={self.max_new_tokens}"
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")

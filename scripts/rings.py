@@ -30,29 +30,33 @@ class Leaf(NamedTuple):
 LEAVES = {
     "supervised": Leaf("algorithms/supervised", 469, "lightrl.SFT",
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
-    "relatives": Leaf("algorithms/relatives.py", 466, "lightrl.DAPO",
+    "relatives": Leaf("algorithms/relatives.py", 532, "lightrl.DAPO",
         "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
+    "turns": Leaf("algorithms/turns.py", 128, "lightrl.GiGPO",
+        "algorithms/test_turns.py", "algorithms.md#credit-for-each-turn"),
+    "Muon": Leaf("models/muon.py", 118, "Muon",
+        "models/test_muon.py models/muon_run.py", "algorithms.md#muon"),
     "PPO": Leaf("algorithms/ppo.py", 303, "lightrl.PPO",
         "algorithms/test_ppo.py", "algorithms.md#ppo-a-critic-instead-of-a-group"),
     "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
     "recorded trajectories": Leaf("data/trajectories.py", 83, "lightrl.TrajectoryDataModule",
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
-    "distillation": Leaf("algorithms/distillation.py", 168, "lightrl.Distillation",
+    "distillation": Leaf("algorithms/distillation.py", 170, "lightrl.Distillation",
         "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
-    "3D": Leaf("strategies/parallel_3d", 1621, "lightrl.Parallel3DStrategy",
+    "3D": Leaf("strategies/parallel_3d", 1625, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
     "fast decoder": Leaf("engines/local/fast", 773, "fast decoder",
         "engines/test_kernels.py", "performance.md#small-machines"),
     "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
-    "SGLang": Leaf("engines/sglang", 706, "lightrl.SGLangEngine",
+    "SGLang": Leaf("engines/sglang", 718, "lightrl.SGLangEngine",
         "engines/test_sglang_client.py engines/test_sglang_cpu.py engines/test_sglang_ends.py "
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
         "serve-with-sglang.md#serve-rollouts-with-sglang"),
-    "vLLM": Leaf("engines/vllm", 463, "lightrl.VLLMEngine",
+    "vLLM": Leaf("engines/vllm", 473, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
     "fake engine": Leaf("engines/fake_engine.py", 296, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),
@@ -64,13 +68,13 @@ LEAVES = {
         "rewards/test_code_tests.py", "write-a-reward.md#untrusted-programs"),
     "sandbox": Leaf("rewards/sandbox", 1740, "lightrl.rewards.LocalSandbox",
         "rewards/test_sandbox.py", "security.md#programs-written-by-a-policy"),
-    "judge": Leaf("rewards/llm_judge.py", 240, "lightrl.rewards.LLMJudge",
+    "judge": Leaf("rewards/llm_judge.py", 313, "lightrl.rewards.LLMJudge",
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
     "text rewards": Leaf("rewards/text_rewards.py", 192, "lightrl.rewards.json_schema",
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 849, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 850, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
@@ -107,7 +111,7 @@ LEAVES = {
     "doctor": Leaf("commands/doctor", 1717, "lightrl doctor",
         "commands/test_attacks.py commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
-    "memory estimate": Leaf("plan", 1158, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
+    "memory estimate": Leaf("plan", 1159, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
     "plan": Leaf("commands/plan.py", 359, "lightrl plan",
         "commands/test_plan.py", "check-a-run.md#what-a-run-needs-on-paper"),
     "setting help": Leaf("commands/setting_help.py", 80, "setting help",
@@ -119,7 +123,8 @@ LEAVES = {
     "convert": Leaf("commands/convert", 863, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
-OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
+OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns.py functional/supports.py
+    functional/centering.py functional/branches.py
     strategies/layouts/branches.py strategies/layouts/packing_trial.py functional/chunk_buffers.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py

@@ -130,10 +130,10 @@ def logits_logprobs(
 
     if supports is None or not len(supports.limited):
         return compute(slice(None))
-    _check_one_token_each(token_ids)
     scores = logits[supports.limited[supports.rows], supports.ids]
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
-    logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
+    limited = supports.logprobs(scores, temperature, token_ids)
+    logprobs, entropy = supports.filled(limited, compute)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -188,7 +188,8 @@ def hidden_logprobs(
         weight: [V, H] of the output head.
         bias: [V], or None.
         token_ids: int64 [N], from `predicted_token_ids`; or [N, J], several candidates at each position.
-        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
+        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions. A candidate
+            outside its position's support has the logprob -inf.
         chunk_tokens: positions per chunk. None chooses by vocabulary and device, and uses one chunk for few logits.
         entropy_gradient: False returns the entropy detached, which saves memory.
 
@@ -213,10 +214,9 @@ def hidden_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return compute(slice(None))
-        _check_one_token_each(token_ids)
         limited = hidden[supports.limited] if len(supports.unlimited) else hidden
         scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature, token_ids), compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -318,11 +318,6 @@ def _as_mask(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor 
         raise ValueError("masked_ids and masked_rows must be passed together, got only one of them.")
     check_same_shape(positions=states[:, 0], masked_rows=masked_rows)
     return masked_ids, masked_rows
-
-
-def _check_one_token_each(token_ids: Tensor) -> None:
-    if token_ids.dim() != 1:
-        raise ValueError("With supports, token_ids must be [N], because only sampled tokens have logprobs within them.")
 
 
 def _masked(values: Tensor, mask: Mask, number: float, out: Tensor | None = None) -> Tensor:

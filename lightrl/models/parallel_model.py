@@ -25,8 +25,8 @@ class Outputs:
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
     values: Tensor | None = None  # [B, T] from a scalar head: of the state before `token_ids[b, t]` was sampled
-    # [B, T, K], nats, logprobs of the teacher's top-k tokens. The teacher returns their ids below; the trained policy
-    # reads them from `experience["teacher_topk_ids"]`.
+    # [B, T, K], nats, logprobs of top-k tokens. The teacher returns their ids below; the trained policy reads them from
+    # `experience["teacher_topk_ids"]`, or from the sampler's `experience["behavior_topk_ids"]`.
     teacher_topk: Tensor | None = None
     teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], the most likely first; only from the teacher
 
@@ -55,7 +55,7 @@ class ParallelModel(Protocol):
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         """Computes each microbatch's outputs and calls `backward` with their scalar loss from `loss_fn`.
 
-        If the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
+        If the microbatch has `teacher_topk_ids` or `behavior_topk_ids`, the outputs have `teacher_topk`.
         """
         ...
 

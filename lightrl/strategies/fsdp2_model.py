@@ -17,7 +17,7 @@ from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs
 from lightrl.models.conversion import Names
 from lightrl.models.tuning import Part, held_tensors
-from lightrl.strategies.head import LogprobSettings, teacher_candidates
+from lightrl.strategies.head import LogprobSettings, topk_candidates
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
 from lightrl.strategies.ranks.planned_gather import PlannedGather
@@ -102,7 +102,7 @@ class FSDP2Model(SingleModel):
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
+            backward(loss_fn(microbatch, self._outputs(microbatch, topk_candidates(microbatch))))
             self.ranks.step()
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:

@@ -40,7 +40,7 @@ from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.models.tuning import Part, whole_parameters
-from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
+from lightrl.strategies.head import LogprobSettings, Targets, read_head, topk_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.layouts.packed_attention import PackedRows, Total, arguments
@@ -151,12 +151,12 @@ class SingleModel:
         for microbatch in microbatches:
             halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
             if halves is None:
-                backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
+                backward(loss_fn(microbatch, self._outputs(microbatch, topk_candidates(microbatch))))
             else:
                 modules = torch.nn.ModuleList(item for item in (self.model, self.value_head) if item is not None)
                 forward_backward_halves(
                     halves,
-                    lambda half: self._outputs(half, teacher_candidates(half)),
+                    lambda half: self._outputs(half, topk_candidates(half)),
                     loss_fn,
                     backward,
                     [parameter for parameter in modules.parameters() if parameter.requires_grad],
@@ -182,7 +182,7 @@ class SingleModel:
         if experience.gaps is not None:
             tree_rows, join = branch_rows(experience)
             return join(
-                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
+                self._outputs(tree_rows, candidates if isinstance(candidates, int) else topk_candidates(tree_rows))
             )
         parts = [
             {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}

@@ -127,6 +127,7 @@ class LocalEngine(RolloutEngine):
     """
 
     continues_completions = True
+    returns_topk = True
     probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of a quickstart iteration
 
     def __init__(

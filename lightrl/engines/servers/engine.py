@@ -110,7 +110,7 @@ class ServerEngine(RolloutEngine):
         timeouts: deadlines of starts, requests and weight syncs.
     """
 
-    continues_completions = can_drop_replicas = True
+    continues_completions = can_drop_replicas = returns_topk = True
     probe_every_n_loads = 1
     parameter_names = "checkpoint"
     is_quantized: bool = False  # whether the servers' linear weights are in block FP8

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.user_code import user_code
-from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined
+from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined, turn_columns
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.models.chat_template import KEEP_HISTORY, MARK, ChatTemplate, Messages, opened, with_turn
@@ -291,6 +291,7 @@ class Conversation:
             reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
         turn_ids = self.token_ids[last.start : last.end]
         columns = cut(self.columns, len(self.token_ids), 0, last.end)
+        columns |= turn_columns(self.token_ids, [(turn.start, turn.end) for turn in self.turns], last.end)
         return Trajectory(
             prompt=self.prompt,
             group_id=-1,
