@@ -145,7 +145,7 @@ def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     indices = 4 * _INDEX  # of the chosen experts, and of the sorted tokens
     # The router keeps its probabilities and its input: no autocast, and in some families float32 (a copy of bfloat16).
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
-    return size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden)
+    return int(size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
 
 
 def activation_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> float:
