@@ -86,6 +86,7 @@ class RolloutEngine(ABC):
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
     probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
+    reads_grammars: bool = False  # samples only tokens that `Sampling.grammar` allows
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
 
@@ -104,6 +105,9 @@ class RolloutEngine(ABC):
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError if the engine does not support this sampling."""
+        if sampling.grammar and not self.reads_grammars:
+            tokenizer = "server_args: {tokenizer_path: ...}"
+            raise ValueError(f"{type(self).__name__} has no grammar. SGLang and vLLM have one, with {tokenizer}.")
 
     def check_workers(self, num: int) -> None:
         """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""
