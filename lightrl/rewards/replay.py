@@ -25,7 +25,7 @@ from lightrl.trajectory import Trajectory, encode_json, read_records
 
 _logger = logging.getLogger(__name__)
 
-Decode = Callable[[list[int]], str]
+Decode = Callable[..., Any]
 _MAX_CHARS = 4000  # of a text in the table; the log of problems cuts messages there too
 
 

@@ -34,7 +34,7 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.models.conversion import checkpoint_tensors
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.trajectory import Prompt, Sampling
+from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import ServerForm, WeightFolder, block_fp8, bucketed
 from lightrl.workflows.workflow import SingleTurn
 
@@ -124,15 +124,20 @@ def test_a_grammars_mask_is_the_support_of_each_token_and_the_trainer_computes_t
         "additionalProperties": False,
     }
     tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
-    sampling = Sampling(max_new_tokens=60, stop_token_ids=(END,), grammar=json.dumps(tag))
-    prompt, trajectories = [5, 6, 7], []
-    with own_server(tmp_path, model.config, tokenizer_path=str(tmp_path / "tokenizer")) as server:
-        with loaded(model, server) as engine:
-            engine.check_sampling(sampling)
-            for seed in range(6):
-                drawn = replace(sampling, seed=seed)
-                (completion,) = asyncio.run(engine.generate(prompt, drawn, session=f"s{seed}"))
-                trajectories.append(SingleTurn(tokenizer).trajectory_of(Prompt("p", token_ids=prompt), completion))
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=(END,), grammar=json.dumps(tag))
+    prompt = [5, 6, 7]
+
+    async def sampled(engine: SGLangEngine) -> list[Trajectory]:
+        engine.check_sampling(sampling)
+        drawn = [engine.generate(prompt, replace(sampling, seed=seed), session="one") for seed in range(8)]
+        made = SingleTurn(tokenizer)
+        return [made.trajectory_of(Prompt("p", token_ids=prompt), one) for (one,) in await asyncio.gather(*drawn)]
+
+    with (
+        own_server(tmp_path, model.config, tokenizer_path=str(tmp_path / "tokenizer")) as server,
+        loaded(model, server) as engine,
+    ):
+        trajectories = asyncio.run(sampled(engine))
     finished = [item for item in trajectories if item.finish_reason == "stop"]
     assert finished
     assert all(json.loads(item.completion)["a"] in (1, 25) for item in finished)

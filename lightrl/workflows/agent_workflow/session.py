@@ -450,9 +450,9 @@ class AgentSession:
 
 def _cut(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
     """Returns the first `num` tokens of a completion."""
-    values = (completion.token_ids, completion.logprobs, completion.weight_versions)
-    columns = cut(completion.columns, len(completion.token_ids), 0, num)
-    return Completion(*(each[:num] for each in values), finish_reason, columns)
+    ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.weight_versions
+    columns = cut(completion.columns, len(ids), 0, num)
+    return Completion(ids[:num], logprobs[:num], versions[:num], finish_reason, columns)
 
 
 def _find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
