@@ -77,7 +77,7 @@ LEAVES = {
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
-    "agents": Leaf("workflows/agent_workflow", 2780, "lightrl.AgentWorkflow",
+    "agents": Leaf("workflows/agent_workflow", 2783, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),

@@ -259,8 +259,9 @@ class Exchange(ABC):
             return True, None
         if not isinstance(choice, Mapping) or kind in ("required", "any"):
             return True, ""
-        name = choice.get("function", choice).get("name")
-        return True, full_name(choice.get("namespace"), name)
+        function = choice.get("function")
+        function = function if isinstance(function, Mapping) else choice
+        return True, full_name(choice.get("namespace"), function.get("name"))
 
     def schema_of(self, form: object) -> JsonMapping | None:
         """Returns the JSON schema that a response format asks for; None for text, or if the workflow ignores it."""
@@ -270,7 +271,9 @@ class Exchange(ABC):
         if "response_format" in self.rules.ignore:
             self.ignored.append("the response format")
             return None
-        schema = {"type": "object"} if kind == "json_object" else form.get("json_schema", form).get("schema")
+        inner = form.get("json_schema")
+        schema = (inner if isinstance(inner, Mapping) else form).get("schema")
+        schema = {"type": "object"} if kind == "json_object" else schema
         if kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
             raise RequestRefused(f"A response format must be text, json_object or json_schema, got {form!r:.80}.")
         if problem := _schema_problem(json.dumps(schema)):
@@ -416,7 +419,7 @@ def _part_of(part: object) -> JsonObject:
 
 def _text_of_file(part: JsonMapping) -> str:
     """Returns the text of a file in base64; refuses other files."""
-    inner = part.get("file") or part.get("source") or part
+    inner = next(each for each in (part.get("file"), part.get("source"), part) if isinstance(each, Mapping))
     name, data = (str(inner.get(key, "")) for key in ("filename", "data" if "data" in inner else "file_data"))
     head, _, encoded = data.rpartition(",")
     kind = str(inner.get("media_type") or head.removeprefix("data:").partition(";")[0])
