@@ -259,7 +259,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            failures=FailureLog(folder / "failed_rewards.jsonl") if folder is not None else None,
+            failures=FailureLog(folder / "failed_rewards.jsonl", module.tokenizer.decode) if folder else None,
         )
 
 

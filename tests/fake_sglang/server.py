@@ -40,6 +40,7 @@ DEFAULT_PARAMS: dict[str, Any] = {
     "min_new_tokens": 0, "n": 1, "ignore_eos": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "no_stop_trim": False, "logit_bias": None, "sampling_seed": None,
     "custom_params": None, "stream_interval": None, "json_schema": None, "regex": None, "ebnf": None,
+    "structural_tag": None,
 }  # fmt: skip
 
 

@@ -150,6 +150,7 @@ class ServerEngine(RolloutEngine):
             placement=placement,
             timeouts=timeouts,
         )
+        self.reads_grammars = self.source.num is None or bool({"tokenizer", "tokenizer_path"} & self.source.args.keys())
         check_choice(("merged", "served"), adapters=adapters)
         self.delivery = (AdapterDelivery if adapters == "served" else WeightDelivery)(
             transport=transport,
@@ -329,6 +330,7 @@ class ServerEngine(RolloutEngine):
             min(source.num_connections, max(1, MAX_CONNECTIONS // num)),
             requests.limits,
             requests.members.router.for_followers(),
+            self.reads_grammars,
         )
 
     def server_states(self) -> list[JsonObject]:

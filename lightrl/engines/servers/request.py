@@ -173,6 +173,8 @@ class CompletionDraft:
         elif num == self.sampling.max_new_tokens:
             self.finish_reason = "length"
         # Otherwise the completion continues: it was aborted, or stopped at an end token that sampling does not list.
+        elif self.sampling.grammar:  # a server reads a grammar from its start, so the completion starts over
+            self.token_ids, self.logprobs, self.weight_versions, self.columns = NO_IDS, _NO_LOGPROBS, NO_IDS, {}
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers a different request, or reports weights that the server never had.

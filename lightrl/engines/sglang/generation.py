@@ -26,6 +26,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     else:  # only without stop ids, because SGLang would ignore these too
         params["ignore_eos"] = True
+    if sampling.grammar:
+        params["structural_tag"] = sampling.grammar
     attached = draft.attachments
     body = {
         "rid": rid,

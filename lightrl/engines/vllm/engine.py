@@ -100,6 +100,7 @@ class VLLMEngine(ServerEngine):
         self.source.python = vllm_python
 
     def check_sampling(self, sampling: Sampling) -> None:
+        super().check_sampling(sampling)
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would use 0.01, or refuse
             raise ValueError(
                 f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "

@@ -39,6 +39,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         # A request for more logprobs than the vocabulary has tokens crashes vLLM.
         "logprobs": min(max(num_support, sampling.topk_logprobs), draft.vocab_size),
     }
+    if sampling.grammar:
+        params["structured_outputs"] = {"structural_tag": sampling.grammar}
     token_ids = [*draft.prompt, *draft.token_ids]
     return {"request_id": rid, "token_ids": token_ids, "sampling_params": params, "cache_salt": cache_key}
 

@@ -198,12 +198,18 @@ class Conversation:
         other.turns = list(self.turns)
         return other
 
-    def add_completion(self, completion: Completion) -> str:
-        """Appends a completion; returns the turn's text, with the thinking that the prompt opened."""
+    def add_completion(self, completion: Completion, *, has_end: bool = True, is_trained: bool = True) -> str:
+        """Appends a completion; returns the turn's text, with the thinking that the prompt opened.
+
+        Args:
+            has_end: whether a completion that stopped ends with its end token.
+            is_trained: whether the loss mask is True on its tokens.
+        """
         start = len(self.token_ids)
+        self._has_end = has_end and completion.finish_reason == "stop"
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
-        generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
+        generated: TokenArray[bool] = TokenArray.of_runs([(is_trained, len(completion.token_ids))], "?")
         self.columns = extended(self.columns, start, completion.columns, len(completion.token_ids))
         self._append(completion.token_ids, logprobs, versions, generated)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
@@ -224,7 +230,7 @@ class Conversation:
         messages, images = self.renderer.take_images(messages)
         turn = self.turns[-1]
         turn_ids = self.token_ids[turn.start : turn.end]
-        has_end = turn.finish_reason == "stop"
+        has_end = self._has_end
         end_token, content = turn_ids[-1], self.renderer.decode(turn_ids[:-1] if has_end else turn_ids)
         if self.messages is None:
             observed = Observed(self.renderer.encode_after(end_token, self.renderer.plain_text(messages)), None, "")
@@ -276,7 +282,7 @@ class Conversation:
             for turn in other.turns
             if turn.start >= start
         ]
-        self._opening = other._opening
+        self._opening, self.images, self._num_shown = other._opening, other.images, other._num_shown
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         """Returns the trajectory up to the last token that the policy generated.

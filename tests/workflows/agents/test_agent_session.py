@@ -388,10 +388,11 @@ async def asks_anew(client: AsyncOpenAI) -> float:
         ({"requests": 3}, asks_anew, 3, "limits.requests=3 with 3 answers"),
         ({"requests": 3}, goes_on_forever, 3, "limits.requests=3 with 3 answers"),
         ({"turns": 2}, goes_on_forever, 2, "limits.turns=2 with 2 answers in one conversation"),
+        ({"rows": 2}, asks_anew, 2, "limits.rows=2 with 2 rows"),
         ({"total_tokens": 200}, asks_anew, 8, r"limits.total_tokens=200 with 213 tokens in all its rows"),
         ({"total_tokens": 200}, goes_on_forever, 7, r"limits.total_tokens=200 with 210 tokens in all its rows"),
     ],
-    ids=["requests", "requests of a conversation", "turns", "tokens of rows", "tokens of one row"],
+    ids=["requests", "requests of a conversation", "turns", "rows", "tokens of rows", "tokens of one row"],
 )
 def test_an_agent_beyond_a_limit_gets_an_error_and_its_trajectory_is_truncated(
     limits: dict[str, int], agent: Any, num_turns: int, message: str
