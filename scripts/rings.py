@@ -40,7 +40,7 @@ LEAVES = {
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 168, "lightrl.Distillation",
         "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
-    "3D": Leaf("strategies/parallel_3d", 1621, "lightrl.Parallel3DStrategy",
+    "3D": Leaf("strategies/parallel_3d", 1624, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
     "fast decoder": Leaf("engines/local/fast", 773, "fast decoder",
@@ -70,7 +70,7 @@ LEAVES = {
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 849, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 891, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
@@ -117,7 +117,7 @@ LEAVES = {
 
 OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
     strategies/layouts/branches.py
-    strategies/layouts/halves.py strategies/layouts/shared_prefix.py
+    strategies/layouts/halves.py strategies/layouts/pieces.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py

@@ -217,13 +217,14 @@ class AgentSession:
         key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
             self._keys[identity] = key
-        keys, num_prompt_tokens = [*encoded.keys, key], encoded.num_prompt_tokens
-        if encoded.parent is not None:  # this conversation replaces its row
-            self._num_tokens -= encoded.parent.num_row_tokens
-            encoded.parent.num_row_tokens = 0
-        snapshot = _Snapshot(
-            conversation, keys, request.tools, identity, num_prompt_tokens, len(conversation.token_ids)
-        )
+        keys, tools, num_prompt_tokens = [*encoded.keys, key], request.tools, encoded.num_prompt_tokens
+        num_row_tokens, parent = len(conversation.token_ids), encoded.parent
+        if parent is not None:  # this conversation replaces its row, and shares what it repeats
+            self._num_tokens -= parent.num_row_tokens
+            parent.num_row_tokens = 0
+            conversation.compact(parent.conversation)
+            keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
+        snapshot = _Snapshot(conversation, keys, tools, identity, num_prompt_tokens, num_row_tokens)
         self._num_tokens += snapshot.num_row_tokens
         self._snapshots.append(snapshot)
         return answer
