@@ -70,7 +70,7 @@ LEAVES = {
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 891, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 893, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",

@@ -67,7 +67,7 @@ class _Cut:
     def joined(self, outputs: Sequence[Outputs]) -> Outputs:
         """Joins the pieces' outputs into those of all rows, [R, W]; 0 elsewhere."""
         names = [name for name, value in vars(outputs[0]).items() if value is not None]
-        values = {}
+        values: dict[str, Tensor] = {}
         for name in names:
             parts = [getattr(output, name) for output in outputs]
             values[name] = parts[0].new_zeros(*self.shape, *parts[0].shape[2:])

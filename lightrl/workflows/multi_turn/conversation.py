@@ -206,14 +206,16 @@ class Conversation:
     def compact(self, before: Conversation) -> None:
         """Keeps only what this conversation adds to `before`, a copy of which it continues; both stay readable.
 
-        So the answers of a long conversation need memory for each token once, though each can be continued.
+        So the answers of a long conversation need memory for each token once, though each can be continued. Columns of
+        earlier tokens become those of `before`, which `add_branch` keeps too.
         """
         num, total = before.turns[-1].end, self.turns[-1].end
         added: dict[str, Any] = {
             name: TokenArray.joined([getattr(self, name)[num:]], column.code, as_runs=column.as_runs)
             for name, column in _PER_TOKEN.items()
         }
-        added["columns"] = cut(self.columns, total, num, total)
+        columns = cut(self.columns, total, num, total)  # slices, each of which holds the whole array
+        added["columns"] = {name: TokenArray.of_stored(*part.stored, part.code) for name, part in columns.items()}
         if self.text.startswith(before.text):  # a template may change whitespace
             added["text"] = self.text[len(before.text) :]
         for name in added:
@@ -224,7 +226,7 @@ class Conversation:
         """Restores what `compact` has removed."""
         if name not in (*_PER_TOKEN, "columns", "text"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
-        parts, starts, conversation = [], [], self
+        parts, starts, conversation = list[Any](), list[int](), self
         while name not in vars(conversation):
             parts.append(conversation._added[name])
             conversation = conversation._before
