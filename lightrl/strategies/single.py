@@ -226,7 +226,7 @@ class SingleModel:
         if self.form == "rectangles" or self._is_whole(experience):
             return "rectangles", []
         on_cpu = experience.token_ids.device.type == "cpu"
-        form = "packed" if self.form is None and self.can_pack and not on_cpu else self.form
+        form: str | None = "packed" if self.form is None and self.can_pack and not on_cpu else self.form
         plans: dict[str, tuple[float, Plan]] = {}
         if not self.replays(experience):  # each trajectory has its own routes
             prefixes = Prefixes.of(experience, self.model.config)

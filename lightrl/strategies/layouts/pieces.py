@@ -107,7 +107,8 @@ def forward(
         yield from model.forward(microbatches, topk=topk)
         return
     pieces = [piece for cut in cuts for piece in cut.pieces]
-    results = iter(model.forward(_padded(pieces, *ranks.max_each([len(pieces)]), microbatches), topk=topk))
+    (num,) = ranks.max_each([len(pieces)])
+    results = iter(model.forward(_padded(pieces, num, microbatches), topk=topk))
     for cut in cuts:
         parts = list(islice(results, len(cut.pieces)))
         yield parts[0] if len(parts) == 1 else cut.join_rows(cut.joined(parts))
@@ -127,11 +128,13 @@ def forward_backward(
 ) -> None:
     """Runs `ParallelModel.forward_backward`; cuts loss units of more than `max_tokens` tokens that have several rows.
 
+    A model that several ranks share runs each unit as a whole: its ranks would not gather the same parameters.
+
     Args:
         unit: the unit that the loss gets complete.
         ranks: the ranks that share the model, which must all call this.
     """
-    cuts = _cuts(model, microbatches, max_tokens, unit)
+    cuts = _cuts(model, microbatches, max_tokens, unit) if ranks.size == 1 else None
     if cuts is None:
         model.forward_backward(microbatches, loss_fn, backward)
         return

@@ -39,6 +39,7 @@ MIN_SEGMENT_TOKENS = 16  # of a packed row: a shorter segment is repeated, since
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768
+_COPIED_KEYS_OF_A_TOKEN = 8  # copying so many keys and values costs as much as one more token
 
 
 class Segment(NamedTuple):
@@ -105,7 +106,11 @@ class Prefixes(NamedTuple):
             limits = torch.where(is_alone, 0, limits)
         groups, sizes, most = (on_host(values).tolist() for values in (experience.group_ids, ends, limits))
         ids = token_ids.numpy()
-        kinds = [(group, image.tobytes()) for group, image in zip(groups, images, strict=True)]
+        numbers: dict[tuple[int, bytes], int] = {}  # by first row, since a replayed group may have a different id
+        kinds = [
+            numbers.setdefault((group, image.tobytes()), len(numbers))
+            for group, image in zip(groups, images, strict=True)
+        ]
         order = sorted(range(len(sizes)), key=lambda row: (kinds[row], ids[row, : sizes[row]].tobytes()))
         shared = [0]
         for left, row in pairwise(order):
@@ -190,9 +195,9 @@ def cost_of_shared_rows(plan: Plan) -> float:
 
 
 def cost_of_packed(tree: PrefixTree) -> float:
-    """Returns the cost of a packed row on the CPU, in tokens, where attention copies the keys of each segment."""
-    keys = sum((segment.end - segment.start) * segment.end for segment in tree.segments)
-    return 2 * CALL_OVERHEAD_TOKENS + tree.num_tokens + keys / _KEYS_OF_A_TOKEN
+    """Returns the cost of a packed row on the CPU, in tokens, where attention copies the keys before each segment."""
+    num_copied = sum(segment.end for segment in tree.segments if segment.parent >= 0)
+    return 2 * CALL_OVERHEAD_TOKENS + tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
 
 
 class PackedTokens(NamedTuple):

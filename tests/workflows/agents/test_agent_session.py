@@ -270,7 +270,7 @@ def test_a_session_keeps_each_token_of_a_long_conversation_once() -> None:
     num_turns = 24
 
     async def talk() -> tuple[int, int]:
-        workflow, num_bytes = workflow_of(None), 0
+        workflow, num_bytes = workflow_of(lambda *_: None), 0
         session = AgentSession(PROMPT, generate_with(scripted(*["x" * 150] * num_turns, context=20_000)),
                                workflow.template, workflow.parser, 20_000)  # fmt: skip
         messages: list[Any] = [user("hi")]
