@@ -33,6 +33,7 @@ from engine_contract import recomputed_logprobs
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from lightrl.engines.engine import Completion
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import RolloutError
@@ -267,12 +268,15 @@ def test_a_row_shares_the_tokens_of_the_turns_before_it() -> None:
 def test_a_session_keeps_each_token_of_a_long_conversation_once() -> None:
     """A token's id and logprob take 8 bytes, its text about 1 in the conversation and 1 in the messages; a copy for
     each answer took 9 bytes for half of the answers."""
-    num_turns = 24
+    num_turns = 16
+
+    async def generate(token_ids: list[int], **_: Any) -> Completion:  # an engine would keep what it is asked
+        said = [*encode("x" * 300), END]
+        return Completion(said, [-0.5] * len(said), [3] * len(said), "stop")
 
     async def talk() -> tuple[int, int]:
-        workflow, num_bytes = workflow_of(lambda *_: None), 0
-        session = AgentSession(PROMPT, generate_with(scripted(*["x" * 150] * num_turns, context=20_000)),
-                               workflow.template, workflow.parser, 20_000)  # fmt: skip
+        workflow = workflow_of(lambda *_: None)
+        session = AgentSession(PROMPT, generate, workflow.template, workflow.parser, 100_000)
         messages: list[Any] = [user("hi")]
         tracemalloc.start()
         try:
@@ -280,7 +284,7 @@ def test_a_session_keeps_each_token_of_a_long_conversation_once() -> None:
             for turn in range(num_turns):
                 body = json.loads(json.dumps({"messages": messages, "tools": [ADD]}))  # as in each HTTP request
                 answer = await session.answer(await session.prepare(AgentRequest(**body)))
-                messages += [answer.message, user(f"{turn} " + "y" * 150)]
+                messages += [answer.message, user(f"{turn} " + "y" * 300)]
             del body, answer, messages
             num_bytes = tracemalloc.get_traced_memory()[0] - before
         finally:
