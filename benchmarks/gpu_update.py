@@ -100,7 +100,7 @@ def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_token
     if name == "plain":
         return lambda: run_padded(model, part, max(1, plain_tokens // part.token_ids.shape[1]))
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed" if CUDA else None)
-    single.shares_packed_prompts &= name == "shared"
+    single.packs_prefixes &= name == "shared"
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)

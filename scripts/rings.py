@@ -44,7 +44,7 @@ LEAVES = {
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 170, "lightrl.Distillation",
         "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
-    "3D": Leaf("strategies/parallel_3d", 1625, "lightrl.Parallel3DStrategy",
+    "3D": Leaf("strategies/parallel_3d", 1628, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
     "fast decoder": Leaf("engines/local/fast", 773, "fast decoder",
@@ -74,14 +74,14 @@ LEAVES = {
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 856, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 900, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
-    "agents": Leaf("workflows/agent_workflow", 2783, "lightrl.AgentWorkflow",
+    "agents": Leaf("workflows/agent_workflow", 2787, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
@@ -126,7 +126,7 @@ LEAVES = {
 OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns.py functional/supports.py
     functional/centering.py functional/branches.py
     strategies/layouts/branches.py strategies/layouts/packing_trial.py functional/chunk_buffers.py
-    strategies/layouts/halves.py strategies/layouts/shared_prefix.py
+    strategies/layouts/halves.py strategies/layouts/pieces.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/registry.py engines/servers/sync/receiver.py
     engines/servers/sync/receivers.py engines/servers/sync/transports/delta.py weights/delta.py

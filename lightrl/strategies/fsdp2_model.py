@@ -80,16 +80,17 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.layouts = {}  # shared prefixes could need a different number of calls on each rank
+        wants_packed = context_group is not None or model.device.type != "cpu"
         if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        self.form = "packed" if self.can_pack else "rectangles"
+        # One call, as on the other ranks. Rows with masks could need a different number of calls on each rank.
+        self.form = "packed" if self.can_pack and wants_packed else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self.num_calls = calls
-            yield self._outputs(microbatch, topk)
+            yield self._outputs(microbatch, topk or teacher_candidates(microbatch))
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:

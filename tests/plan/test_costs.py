@@ -130,11 +130,11 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
-    monkeypatch.setattr(single, "exact_layouts", lambda model: {})
+    monkeypatch.setattr(single, "can_mask", lambda model: False)
     monkeypatch.setattr(
         single,
         "can_pack",
-        lambda model, shares_prompt=False: not shares_prompt and packed_attention.make_packable(model),
+        lambda model, shares_prefixes=False: not shares_prefixes and packed_attention.make_packable(model),
     )
     monkeypatch.setattr(packed_attention, "kernel_for", lambda *args: "flash")
     values, work, checkpointed = SHAPES[name]

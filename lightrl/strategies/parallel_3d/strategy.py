@@ -224,11 +224,14 @@ class Parallel3DModel:
         caps_attention = getattr(split.model.config, "attn_logit_softcapping", None) is not None
         self.is_packed = wants_packed and not caps_attention and make_packable(split.model)
 
+    def shares_prefixes(self, experience: Experience) -> bool:
+        return False
+
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Returns each microbatch's outputs, on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
-        feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
+        feeds = self._feeds([rows for rows, _ in parts], [topk or teacher_candidates(rows) for rows, _ in parts])
         results = self._results(feeds, None)
         self.split.reshard()
         return [

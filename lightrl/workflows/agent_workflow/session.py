@@ -305,19 +305,22 @@ class AgentSession:
         if stopped_by is not None:  # some agents write the stop text back
             self._keys[_identity({**answer.message, "content": answer.content + stopped_by})] = key
         thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
-        keys, num_prompt_tokens = [*encoded.keys, key], encoded.num_prompt_tokens
-        if encoded.parent is not None and is_trained:  # this conversation replaces its row
-            self._num_tokens -= encoded.parent.num_row_tokens
-            encoded.parent.num_row_tokens = 0
+        keys, tools, parent = [*encoded.keys, key], request.tools, encoded.parent
+        if parent is not None:  # this conversation shares what it repeats
+            if is_trained:  # and replaces its row
+                self._num_tokens -= parent.num_row_tokens
+                parent.num_row_tokens = 0
+            conversation.compact(parent.conversation)
+            keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
         snapshot = _Snapshot(
             conversation,
             keys,
-            request.tools,
+            tools,
             identity,
             [*thinking, parsed.reasoning.strip()],
             f"{request.id}/{encoded.choice}" if encoded.choice else request.id,
             is_trained,
-            num_prompt_tokens,
+            encoded.num_prompt_tokens,
             len(conversation.token_ids) if is_trained else 0,
         )
         self._num_tokens += snapshot.num_row_tokens

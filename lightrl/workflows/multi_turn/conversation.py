@@ -36,6 +36,11 @@ _KEEP_HISTORY: tuple[JsonObject, ...] = (
 )
 
 
+# Attributes of a Conversation with a number for each token, and the columns that they become in a Trajectory.
+_PER_TOKEN = {name: TOKENS[name] for name in ("token_ids", "loss_mask", "weight_versions")}
+_PER_TOKEN["logprobs"] = TOKENS["behavior_logprobs"]
+
+
 class _RewritesHistory(Exception):
     """Raised if the chat template renders earlier text differently; the message shows where."""
 
@@ -197,6 +202,45 @@ class Conversation:
         other = copy.copy(self)
         other.turns = list(self.turns)
         return other
+
+    def compact(self, before: Conversation) -> None:
+        """Keeps only what this conversation adds to `before`, a copy of which it continues; both stay readable.
+
+        So the answers of a long conversation need memory for each token once, though each can be continued. Columns of
+        earlier tokens become those of `before`, which `add_branch` keeps too.
+        """
+        num, total = before.turns[-1].end, self.turns[-1].end
+        added: dict[str, Any] = {
+            name: TokenArray.joined([getattr(self, name)[num:]], column.code, as_runs=column.as_runs)
+            for name, column in _PER_TOKEN.items()
+        }
+        columns = cut(self.columns, total, num, total)  # slices, each of which holds the whole array
+        added["columns"] = {name: TokenArray.of_stored(*part.stored, part.code) for name, part in columns.items()}
+        if self.text.startswith(before.text):  # a template may change whitespace
+            added["text"] = self.text[len(before.text) :]
+        for name in added:
+            delattr(self, name)
+        self._before, self._added = before, added
+
+    def __getattr__(self, name: str) -> Any:
+        """Restores what `compact` has removed."""
+        if name not in (*_PER_TOKEN, "columns", "text"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
+        parts, starts, conversation = list[Any](), list[int](), self
+        while name not in vars(conversation):
+            parts.append(conversation._added[name])
+            conversation = conversation._before
+            starts.append(conversation.turns[-1].end)
+        parts.append(vars(conversation)[name])
+        if name == "text":
+            return "".join(reversed(parts))
+        if name in _PER_TOKEN:
+            column = _PER_TOKEN[name]
+            return TokenArray.joined(reversed(parts), column.code, as_runs=column.as_runs)
+        columns, num = parts.pop(), starts.pop()
+        for part, end in zip(reversed(parts), [*reversed(starts), self.turns[-1].end], strict=True):
+            columns, num = joined(columns, num, part, end - num), end
+        return columns
 
     def add_completion(self, completion: Completion, *, has_end: bool = True, is_trained: bool = True) -> str:
         """Appends a completion; returns the turn's text, with the thinking that the prompt opened.
