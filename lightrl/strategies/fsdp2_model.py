@@ -90,7 +90,7 @@ class FSDP2Model(SingleModel):
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self.num_calls = calls
-            yield self._outputs(microbatch, topk or teacher_candidates(microbatch))
+            yield self._outputs(microbatch, topk or topk_candidates(microbatch))
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:

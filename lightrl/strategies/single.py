@@ -146,7 +146,7 @@ class SingleModel:
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         """Yields each microbatch's logprobs and entropy, [B, T], 0 outside the loss mask; without gradient."""
         for microbatch in microbatches:
-            yield self._outputs(microbatch, topk or teacher_candidates(microbatch))
+            yield self._outputs(microbatch, topk or topk_candidates(microbatch))
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:

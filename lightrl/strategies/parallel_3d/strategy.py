@@ -231,7 +231,7 @@ class Parallel3DModel:
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Returns each microbatch's outputs, on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
-        feeds = self._feeds([rows for rows, _ in parts], [topk or teacher_candidates(rows) for rows, _ in parts])
+        feeds = self._feeds([rows for rows, _ in parts], [topk or topk_candidates(rows) for rows, _ in parts])
         results = self._results(feeds, None)
         self.split.reshard()
         return [
