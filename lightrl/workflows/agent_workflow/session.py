@@ -356,7 +356,8 @@ class AgentSession:
         num_rows = len(rows) + sum(self._pending.values())
         if encoded.adds_row and is_trained:
             used["rows"] = num_rows, "rows"
-        shown = [(*one.conversation.prompt.images, *one.conversation.images) for one in (encoded, *rows)]
+        conversations = [encoded.conversation, *(row.conversation for row in rows)]
+        shown = [(*one.prompt.images, *one.images) for one in conversations]
         if num_rows + encoded.adds_row > 1 and any(shown) and is_trained:
             raise RequestRefused(
                 "The trainer reads images only if all answers are in one row. Continue the conversation that has the "

@@ -128,9 +128,9 @@ class AgentWorkflow(Workflow):
     ) -> None:
         command_settings: dict[str, Any] = {"command": command, "workspace_template": workspace_template}
         command_settings |= {"environment": environment, "readable": readable, "network": network, "limits": limits}
-        bounds = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
-        bounds |= {"endpoint_host": endpoint_host, "unsent_thinking": unsent_thinking}
-        self.check_settings(agent=agent, **command_settings, **bounds)
+        others: dict[str, Any] = {"endpoint_host": endpoint_host, "unsent_thinking": unsent_thinking}
+        others |= {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
+        self.check_settings(agent=agent, **command_settings, **others)
         self.limits = limits or AgentLimits()
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         self.is_program = command is not None
