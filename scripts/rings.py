@@ -36,6 +36,8 @@ LEAVES = {
         "algorithms/test_ppo.py", "algorithms.md#ppo-a-critic-instead-of-a-group"),
     "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
+    "tasks": Leaf("data/tasks.py", 215, "lightrl.data.tasks.Task",
+        "trainer/test_tasks.py", "bring-your-data.md#each-source-its-own-task"),
     "recorded trajectories": Leaf("data/trajectories.py", 83, "lightrl.TrajectoryDataModule",
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 168, "lightrl.Distillation",

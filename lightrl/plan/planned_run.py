@@ -139,10 +139,11 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     context = (module.context_tokens if reads_models else None) or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
     is_recorded = isinstance(data, TrajectoryDataModule)
+    sizes: Mapping[str, int] = getattr(getattr(data, "tasks", None), "group_sizes", {})
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
-        group_size=module.group_size,
+        group_size=max(module.group_size, *sizes.values()) if sizes else module.group_size,
         num_minibatches=module.num_minibatches,
         update_epochs=module.update_epochs,
         microbatch_tokens=module.microbatch_tokens,

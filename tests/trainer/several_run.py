@@ -1,0 +1,91 @@
+"""Runs on several sources, teachers and agents, of one process or of two ranks, which test_tasks.py and others compare.
+
+python tests/trainer/several_run.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_scripts import leave
+from resharded_run import weights_of
+from several_ranks_run import BySGD
+from tiny_run import TinyGRPO, train
+
+from lightrl import Environment, MultiTurn, PromptDataModule, RLCallback, Trajectory
+from lightrl.data import DataSource
+from lightrl.data.tasks import Task
+
+ROUNDS = 2
+
+
+class Echo(Environment):
+    """Answers each turn with a digit; a turn earns the number of its characters."""
+
+    def __init__(self) -> None:
+        self.num_turns = 0
+
+    def step(self, completion: str) -> Any:
+        self.num_turns += 1
+        return "4", float(len(completion)), self.num_turns == ROUNDS
+
+
+def shortness(trajectory: Trajectory) -> float:
+    return -float(len(trajectory.completion_ids))
+
+
+def of_turns(trajectory: Trajectory) -> Any:
+    return {"rewards": list(trajectory.rewards or [])}
+
+
+def multi_turn(tokenizer: Any) -> MultiTurn:
+    return MultiTurn(tokenizer, Echo, max_turns=ROUNDS, max_tokens=24)
+
+
+class Sourced(BySGD, TinyGRPO):
+    """GRPO whose reward is that of the sources without one."""
+
+
+def sources(folder: Path) -> list[DataSource]:
+    """Three sources of equal weight, one of them streamed."""
+    for name, num in (("short", 5), ("turns", 4), ("plain", 7)):
+        rows = [{"question": f"{row % 6} {name == 'turns':d}"} for row in range(num)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = Task(reward=lambda trajectory: shortness(trajectory), group_size=2, max_new_tokens=3)
+    turns = Task(workflow=multi_turn, reward=lambda trajectory: of_turns(trajectory), group_size=3)
+    return [
+        DataSource(str(folder / "short.jsonl"), label="short", task=short, streaming=True, shuffle_buffer=2),
+        DataSource(str(folder / "turns.jsonl"), label="turns", task=turns),
+        DataSource(str(folder / "plain.jsonl")),
+    ]
+
+
+class Sizes(RLCallback):
+    def __init__(self) -> None:
+        self.sizes: list[list[int]] = []
+
+    def on_rewards_ready(self, trainer: Any, module: Any, groups: Any) -> None:
+        self.sizes.append([len(group.trajectories) for group in groups])
+
+
+def tasks_result(folder: Path, **flags: Any) -> dict[str, Any]:
+    """Trains three iterations of two minibatches each."""
+    module, sizes = Sourced(num_minibatches=2, lr=0.1), Sizes()
+    data = PromptDataModule(sources(folder), batch_size=3, answer_column=None, seed=1)
+    trainer = train(folder, module, data, callbacks=[sizes], **flags)
+    names = ("rollout/reward/short", "rollout/reward/turns", "rollout/length_tokens/turns", "policy/loss")
+    metrics = {name: float(trainer.callback_metrics[name]) for name in names}
+    return {"weights": weights_of(module), "sizes": sizes.sizes, "metrics": metrics}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    spread = {"devices": 2, "strategy": "FSDP2Strategy"}
+    leave({"tasks": tasks_result(folder, **spread)}, folder)
+
+
+if __name__ == "__main__":
+    main()
