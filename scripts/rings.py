@@ -75,6 +75,12 @@ LEAVES = {
     "multi-turn": Leaf("workflows/multi_turn", 849, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
+    "multi-agent": Leaf("workflows/multi_agent.py", 300, "lightrl.workflows.MultiAgent",
+        "workflows/test_multi_agent.py", "write-an-environment.md#several-agents"),
+    "agents' advantages": Leaf("algorithms/agents.py", 80, "agent advantages",
+        "algorithms/test_agents.py", "algorithms.md#several-agents"),
+    "self-play": Leaf("callbacks/self_play.py", 140, "lightrl.callbacks.self_play.SelfPlay",
+        "trainer/test_self_play.py", "write-an-environment.md#self-play"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
@@ -117,8 +123,8 @@ LEAVES = {
     "convert": Leaf("commands/convert", 863, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
-OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py
-    strategies/layouts/branches.py
+OPTIONS = """columns/supports.py columns/routes.py columns/agents.py functional/supports.py functional/branches.py
+    strategies/layouts/branches.py strategies/sharded_experience/other_prompts.py
     strategies/layouts/halves.py strategies/layouts/shared_prefix.py
     engines/servers/follower.py engines/servers/leader.py rollout/workflow_pool.py rollout/workflow_worker.py
     engines/servers/registry.py engines/servers/sync/receiver.py

@@ -5,6 +5,7 @@ Reading order:
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: variants of GRPO;
                   OAPL, TOPR, DPPO for stale trajectories
+    agents.py     advantages of trajectories of several agents
     ppo.py        PPO: a critic instead of groups
     distillation.py  learning from a teacher's distribution at each token that the policy generates
     supervised/   SFT, DPO, IPO, RewardModel: plain LightningModules that train on given data

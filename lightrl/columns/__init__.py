@@ -7,7 +7,7 @@ All code on this path loops over the columns and never names one.
 
 Reading order:
     column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
-    supports.py, routes.py, gaps.py, rewards.py  declare one column each
+    supports.py, routes.py, gaps.py, rewards.py, agents.py  declare one column each
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
@@ -15,6 +15,7 @@ To add a column, declare it in a separate file and call `register`. An engine re
 loss reads `experience["its name"]`. If models read it, see strategies/single.py.
 """
 
+from lightrl.columns.agents import AGENTS, COPIES
 from lightrl.columns.column import (
     TOKENS,
     Column,
@@ -36,11 +37,11 @@ from lightrl.columns.rewards import REWARDS
 from lightrl.columns.routes import NATIVE, ROUTES
 from lightrl.columns.supports import EVERY_TOKEN, SUPPORTS, support_ends
 
-for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
+for _column in (REWARDS, SUPPORTS, ROUTES, GAPS, AGENTS):
     register(_column)
 
 __all__ = [
-    "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
-    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered",
-    "reserve", "support_ends",
+    "AGENTS", "COPIES", "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns",
+    "TokenArray", "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register",
+    "registered", "reserve", "support_ends",
 ]  # fmt: skip

@@ -5,16 +5,18 @@ python tests/trainer/several_run.py FOLDER
 
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_scripts import leave
+from rank_scripts import gathered_tensors, leave
 from resharded_run import weights_of
 from several_ranks_run import BySGD
-from tiny_run import TinyGRPO, train
+from tiny_run import CONFIG, POLICY, TinyGRPO, train
 
-from lightrl import Environment, MultiTurn, PromptDataModule, RLCallback, Trajectory
+from lightrl import Distillation, Environment, FSDP2Strategy, MultiTurn, PromptDataModule, RLCallback, Trajectory
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
 
@@ -80,11 +82,52 @@ def tasks_result(folder: Path, **flags: Any) -> dict[str, Any]:
     return {"weights": weights_of(module), "sizes": sizes.sizes, "metrics": metrics}
 
 
+TEACHER = replace(POLICY, seed=7, config={**CONFIG, "initializer_range": 0.4})
+TEACHERS = {"teacher": TEACHER, "teachers": {"turns": replace(TEACHER, seed=9)}}
+
+
+def hint_of(token_ids: Sequence[int], start: int) -> list[int]:
+    """Longer than the prompt, and different for different answers, which a teacher sees only afterwards."""
+    return [3, 5, 6, *token_ids[:start], 2 + len(token_ids) % 6]
+
+
+def hint(trajectory: Trajectory) -> list[int] | None:
+    if trajectory.prompt.source == "short":
+        return None
+    assert trajectory.reward is not None
+    return hint_of(list(trajectory.token_ids), trajectory.turns[0].start)
+
+
+class Taught(BySGD, TinyGRPO, Distillation):
+    pass
+
+
+def taught_result(folder: Path, teachers: dict[str, Any], **flags: Any) -> dict[str, Any]:
+    """One iteration; what the loss read of it, and the sources of its rows."""
+    module = Taught(teacher_prompt=hint, group_size=2, num_minibatches=2, microbatch_tokens=40, lr=0.1, **teachers)
+    module.reads_prompts = True
+    data = PromptDataModule(sources(folder), batch_size=3, answer_column=None, seed=1)
+    train(folder, module, data, max_steps=1, **flags)
+    tensors = gathered_tensors(module.experiences[-1])
+    return {"tensors": tensors, "sources": [prompt.source for prompt in module.prompts], "weights": weights_of(module)}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "teachers": (TEACHERS, {}),
+    "teachers, likeliest tokens": ({**TEACHERS, "teacher_topk": 3}, {"strategy": "cp"}),
+    "itself": ({}, {"strategy": "cp"}),
+}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     spread = {"devices": 2, "strategy": "FSDP2Strategy"}
-    leave({"tasks": tasks_result(folder, **spread)}, folder)
+    found = {"tasks": tasks_result(folder, **spread)}
+    for name, (teachers, flags) in CASES.items():
+        strategy = FSDP2Strategy(cp=2) if flags else FSDP2Strategy()
+        found[name] = taught_result(folder, teachers, devices=2, strategy=strategy)
+    leave(found, folder)
 
 
 if __name__ == "__main__":
