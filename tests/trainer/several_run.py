@@ -17,8 +17,10 @@ from several_ranks_run import BySGD
 from tiny_run import CONFIG, POLICY, TinyGRPO, train
 
 from lightrl import Distillation, Environment, FSDP2Strategy, MultiTurn, PromptDataModule, RLCallback, Trajectory
+from lightrl.callbacks.self_play import SelfPlay
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
+from lightrl.workflows import AgentEnvironment, MultiAgent
 
 ROUNDS = 2
 
@@ -112,6 +114,50 @@ def taught_result(folder: Path, teachers: dict[str, Any], **flags: Any) -> dict[
     return {"tensors": tensors, "sources": [prompt.source for prompt in module.prompts], "weights": weights_of(module)}
 
 
+class Contest(AgentEnvironment):
+    """Two players write twice each; whoever writes more fives wins the difference."""
+
+    agents = ("left", "right")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def reset(self, prompt: Any) -> Any:
+        return "left", None
+
+    def step(self, completion: str) -> Any:
+        self.texts.append(completion)
+        if len(self.texts) < 4:
+            return self.agents[len(self.texts) % 2], "3", {}
+        ahead = float(sum(text.count("5") * (-1) ** turn for turn, text in enumerate(self.texts)))
+        return None, None, {"left": ahead, "right": -ahead}
+
+
+class Duel(BySGD, TinyGRPO):
+    """Keeps which trajectories had an opponent."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.with_opponent: list[float] = []
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        self.with_opponent.append(trajectory.metrics["opponents"])
+        return {"rewards": list(trajectory.rewards or [])}
+
+
+def duel() -> Duel:
+    def workflow(tokenizer: Any) -> MultiAgent:
+        return MultiAgent(tokenizer, Contest, max_tokens=28, truncated_reward=-1.0)
+
+    return Duel(workflow=workflow, num_minibatches=2, max_failed_fraction=1.0, lr=0.1)
+
+
+def agents_result(folder: Path, **flags: Any) -> dict[str, Any]:
+    module = duel()
+    train(folder, module, callbacks=[SelfPlay(1, fraction=0.5)], max_steps=2, **flags)
+    return {"weights": weights_of(module)}
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "teachers": (TEACHERS, {}),
     "teachers, likeliest tokens": ({**TEACHERS, "teacher_topk": 3}, {"strategy": "cp"}),
@@ -127,6 +173,7 @@ def main() -> None:
     for name, (teachers, flags) in CASES.items():
         strategy = FSDP2Strategy(cp=2) if flags else FSDP2Strategy()
         found[name] = taught_result(folder, teachers, devices=2, strategy=strategy)
+    found["agents"] = agents_result(folder, **spread)
     leave(found, folder)
 
 

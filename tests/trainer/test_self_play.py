@@ -1,0 +1,100 @@
+"""Runs against older versions: who plays, what trains, and resumes to the bit; and the example's measure."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from several_run import Duel, agents_result, duel
+from tiny_run import Digits, TinyGRPO, are_equal, train, weights
+
+from examples.self_play import nim
+from lightrl.callbacks.self_play import SelfPlay
+
+
+class Watched(SelfPlay):
+    """Keeps the version that plays in each iteration, and the weights that its engine has."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(every_n_iterations=2, pool_size=2, fraction=0.75, **settings)
+        self.played: list[tuple[int, dict[str, torch.Tensor]]] = []
+
+    def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+        assert self._engine is not None
+        self.played.append((self._engine.weight_version, self._engine.read_weights()))
+
+
+def fit(folder: Path, resume: Path | None = None, steps: int = 6) -> tuple[Duel, Watched]:
+    module, watched = duel(), Watched()
+    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    callbacks = [watched, *([] if resume else [save])]
+    train(folder, module, Digits(), ckpt_path=resume, callbacks=callbacks, enable_checkpointing=True, max_steps=steps)
+    return module, watched
+
+
+def test_older_versions_play_and_a_resume_repeats_the_run_bit_for_bit(tmp_path: Path) -> None:
+    whole, watched = fit(tmp_path)
+    assert sorted(watched.pool) == [4, 6]  # of 0, 2, 4 and 6
+    assert {version for version, _ in watched.played} >= {0}
+    for iteration, (version, parameters) in enumerate(watched.played):
+        assert version % 2 == 0
+        assert version <= iteration
+        saved = torch.load(tmp_path / f"step={version}.ckpt", weights_only=True)["state_dict"] if version else None
+        for name, value in parameters.items() if saved else ():
+            assert torch.equal(saved[f"policy.{name}"], value), name
+    for experience in whole.experiences:  # a trained token is the policy's, of this iteration's weights
+        versions = experience.weight_versions[experience.loss_mask]
+        assert (versions == versions.max()).all()
+    share = sum(whole.with_opponent) / len(whole.with_opponent)
+    assert 0.4 < share < 1
+    resumed, again = fit(tmp_path, tmp_path / "step=3.ckpt")
+    assert [version for version, _ in again.played] == [version for version, _ in watched.played][3:]
+    assert are_equal(weights(resumed), weights(whole))
+
+
+def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path: Path) -> None:
+    alone = agents_result(tmp_path)
+    for rank in several_ranks:
+        for name, value in alone["weights"].items():
+            scale = float(value.abs().max())
+            torch.testing.assert_close(rank["agents"]["weights"][name], value, rtol=0, atol=1e-5 * scale)
+
+
+def test_self_play_without_agents_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="SelfPlay needs the workflow MultiAgent"):
+        train(tmp_path, TinyGRPO(), callbacks=[SelfPlay()])
+    with pytest.raises(ValueError, match="pool_size must be >= 1"):
+        SelfPlay(pool_size=0)
+
+
+class Player:
+    """A policy of Nim that takes one of `takes(pile)` with equal chances, and then ends."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, takes: Callable[[int], Sequence[int]]) -> None:
+        self.takes = takes
+
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        logits = torch.full((*input_ids.shape, len(nim.VOCABULARY)), -100.0)
+        for row, token_ids in enumerate(input_ids.tolist()):
+            length = sum(token_id > 0 for token_id in token_ids)
+            for place, token_id in enumerate(token_ids[:length]):
+                has_taken = place % 3 == (length - 1) % 3  # pile, take, end; the second player first reads the prompt
+                digit = nim.VOCABULARY[token_id]
+                takes = self.takes(int(digit)) if digit.isdigit() else ()
+                for token in ["<eos>"] if has_taken else map(str, takes):
+                    logits[row, place, nim.VOCABULARY.index(token)] = 0.0
+        return SimpleNamespace(logits=logits)
+
+
+def test_the_measure_of_nim_is_0_for_perfect_play_and_right_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nim.exploitability(Player(lambda pile: [pile % 4 or 1])) == pytest.approx(0, abs=1e-6)
+    monkeypatch.setattr(nim, "LARGEST", 2)
+    # Pile 1: the policy wins with 1/3 and forfeits otherwise; the opponent, if first, wins. Pile 2: the policy takes 1
+    # (the opponent wins), 2 (it loses) or 3 (the policy forfeits); the opponent, if first, takes 2.
+    uniform = Player(lambda pile: [1, 2, 3])
+    assert nim.exploitability(uniform) == pytest.approx((1 / 3 + 1 + 1 / 3 + 1) / 4)
