@@ -53,8 +53,7 @@ class ModelCall:
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
-    # Rank 0's trajectories → the prompt of each that the model reads, as in OtherPrompts. A call `after` another one
-    # may produce the same keys, for other rows.
+    # Rank 0's trajectories → what the model reads of each (OtherPrompts); a call `after` it may add other rows.
     prompts: Callable[..., Any] | None = field(default=None, compare=False)
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 

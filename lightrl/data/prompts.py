@@ -304,10 +304,9 @@ class PromptDataModule(L.LightningDataModule):
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
         module = self.trainer.lightning_module if self.trainer is not None else None
-        reward = getattr(module, "reward_source", None)
         labels = {part.source.label for number, part in enumerate(parts) if part.source.label != str(number)}
         checks = {label: ReferenceCheck(task.reward) for label, task in self.tasks.items() if task.reward is not None}
-        default_check = ReferenceCheck(reward)
+        default_check = ReferenceCheck(getattr(module, "reward_source", None))
 
         def make_and_check(located: LocatedRow) -> Prompt | None:
             if (prompt := prompt_of(located)) is None:

@@ -298,11 +298,8 @@ def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, Parallel
 
 
 def _check_minibatches(module: RLModule, settings: RolloutSettings, ranks: Ranks) -> None:
-    groups_per_iteration, size = (
-        settings.groups_per_iteration,
-        min([settings.group_size, *settings.group_sizes.values()]),
-    )
-    num = groups_per_iteration * size
+    groups_per_iteration = settings.groups_per_iteration
+    num = groups_per_iteration * (size := min([settings.group_size, *settings.group_sizes.values()]))
     if not settings.group_sizes and num % module.num_minibatches:
         raise ValueError(
             f"num_minibatches={module.num_minibatches} does not divide the iteration's {count_text(num, 'trajectory')} "
@@ -334,9 +331,7 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     """Returns rank 0's settings on every rank. Other ranks get no filter or curriculum; only rank 0 uses these."""
-    plain = {
-        name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)
-    }
+    plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
     plain = ranks.broadcast_json(plain)
     others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
     return dataclasses.replace(settings, **{**plain, **others})

@@ -207,10 +207,8 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     experience = experience.with_tensors(changes)
     if experience.ranks.size > 1 and module.advantage_inputs:
         experience = gather(experience, module.advantage_inputs)
-    if AGENTS.name in experience.tokens:
-        result = entry_point("agent advantages")(module, experience)
-    else:
-        result = module.advantages(experience.shown)
+    has_agents = AGENTS.name in experience.tokens
+    result = entry_point("agent advantages")(module, experience) if has_agents else module.advantages(experience.shown)
     tensors = result if isinstance(result, Mapping) else {"advantages": result}
     is_whole = experience.ranks.size == 1 or bool(module.advantage_inputs)
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}

@@ -137,7 +137,7 @@ class MultiAgent(Workflow):
 
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
-        session = str(getattr(generate, "session", ""))
+        session = str(getattr(getattr(generate, "generate", generate), "session", ""))  # names run, prompt and sample
         opponent_role = None if self.opponent is None else self.seat(session, environment.agents)
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens
         seats: dict[str, _Seat] = {}

@@ -264,10 +264,6 @@ class _TimedGenerate:
     def turn_log(self) -> TurnLog | None:
         return getattr(self.generate, "turn_log", None)
 
-    @property
-    def session(self) -> str | None:
-        return getattr(self.generate, "session", None)
-
     async def __call__(self, token_ids: list[int], **settings: Any) -> Completion:
         self._num_generating += 1
         self._stop_timer()
