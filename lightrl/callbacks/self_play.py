@@ -99,8 +99,7 @@ class SelfPlay(RLCallback):
 
     def _save(self, trainer: Any, module: RLModule, version: int) -> None:
         """Adds the current weights to the pool. Collective."""
-        names = "module" if self._engine is None else self._engine.parameter_names
-        buckets = module.parallel_models["policy"].full_parameters(_BUCKET_BYTES, names=names)
+        buckets = module.parallel_models["policy"].full_parameters(_BUCKET_BYTES)
         parameters = {
             name: tensor.detach().cpu().clone() for bucket in buckets for name, tensor in bucket.tensors.items()
         }

@@ -112,9 +112,9 @@ class MultiAgent(Workflow):
         self.time_limit_s, self.step_timeout_s = time_limit_s, step_timeout_s
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         self.template.check_template("user", [])
-        # Set by SelfPlay: plays the role that `seat` names, in some of the episodes.
+        # Set by SelfPlay: `opponent` plays the role that `seat` chooses for a session, if any.
         self.opponent: Opponent | None = None
-        self.seat: Callable[[str, Sequence[str]], str | None] = lambda session, roles: None
+        self.seat: Callable[[str, Sequence[str]], str | None] | None = None
         first = self._new_environment()
         self.continues = first.keeps_state
 
@@ -138,7 +138,7 @@ class MultiAgent(Workflow):
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
         session = str(getattr(getattr(generate, "generate", generate), "session", ""))  # names run, prompt and sample
-        opponent_role = None if self.opponent is None else self.seat(session, environment.agents)
+        opponent_role = None if self.seat is None else self.seat(session, environment.agents)
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens
         seats: dict[str, _Seat] = {}
         is_truncated = True  # unless the environment or max_turns ends the episode

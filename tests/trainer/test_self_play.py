@@ -12,6 +12,7 @@ from several_run import Duel, agents_result, duel
 from tiny_run import Digits, TinyGRPO, are_equal, train, weights
 
 from examples.self_play import nim
+from lightrl import FakeEngine
 from lightrl.callbacks.self_play import SelfPlay
 
 
@@ -30,8 +31,8 @@ class Watched(SelfPlay):
 def fit(folder: Path, resume: Path | None = None, steps: int = 6) -> tuple[Duel, Watched]:
     module, watched = duel(), Watched()
     save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    callbacks = [watched, *([] if resume else [save])]
-    train(folder, module, Digits(), ckpt_path=resume, callbacks=callbacks, enable_checkpointing=True, max_steps=steps)
+    flags: dict[str, Any] = {"callbacks": [watched, *([] if resume else [save])], "engine": FakeEngine()}
+    train(folder, module, Digits(), ckpt_path=resume, enable_checkpointing=True, max_steps=steps, **flags)
     return module, watched
 
 

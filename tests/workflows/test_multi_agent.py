@@ -116,7 +116,7 @@ def test_a_wrong_answer_drops_the_episode(answers: Any, message: str) -> None:
 
 
 def test_limits_end_an_episode() -> None:
-    cut = played(workflow(*STEPS, truncated_reward=-2.0), writes(A, letters("abcdefgh") * 8))
+    cut = played(workflow(*STEPS, truncated_reward=-2.0), writes(A, letters("abcdefgh") * 13))
     assert cut.is_truncated
     assert cut.metrics == {"turns": 2.0, "opponents": 0.0, "reward_pro": 0.0, "reward_con": -2.0}
     short = played(workflow(*STEPS, max_turns=2), writes(A, B))
