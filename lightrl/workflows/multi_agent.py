@@ -217,7 +217,7 @@ class MultiAgent(Workflow):
         return whole.trajectory(
             rewards,
             is_truncated=is_truncated,
-            metrics={"turns": num_turns, "opponents": opponents, **earned, **metrics},
+            metrics={"turns": num_turns, "opponent_fraction": opponents, **earned, **metrics},
         )
 
     def _new_environment(self) -> AgentEnvironment:

@@ -141,7 +141,7 @@ class Duel(BySGD, TinyGRPO):
         self.with_opponent: list[float] = []
 
     def reward(self, trajectory: Trajectory) -> Any:
-        self.with_opponent.append(trajectory.metrics["opponents"])
+        self.with_opponent.append(trajectory.metrics["opponent_fraction"])
         return {"rewards": list(trajectory.rewards or [])}
 
 

@@ -58,7 +58,7 @@ def test_each_agent_has_a_row_with_what_it_was_shown_and_said() -> None:
     ends = {len(prompt) + len(A) - 1: 0.5, len(pro) - 1: 1.0, len(pro) + len(con) - 1: -1.0}
     assert trajectory.rewards == [ends.get(index, 0.0) for index in range(len(trajectory.token_ids))]
     assert environment_reward(trajectory)["rewards"] == trajectory.rewards
-    assert trajectory.metrics == {"turns": 3.0, "opponents": 0.0, "reward_pro": 1.5, "reward_con": -1.0}
+    assert trajectory.metrics == {"turns": 3.0, "opponent_fraction": 0.0, "reward_pro": 1.5, "reward_con": -1.0}
     assert not trajectory.is_truncated
 
 
@@ -94,7 +94,7 @@ def test_an_opponents_tokens_are_in_no_trajectory_and_it_never_asks_the_policy()
     assert trajectory.token_ids == [*ids_of(), *A, *ids(turn_of("she: 3")), *C]
     assert set(trajectory.weight_versions) == {-1, 0}
     assert set(trajectory.columns[AGENTS.name]) == {-1, 0}
-    assert trajectory.metrics["opponents"] == 1
+    assert trajectory.metrics["opponent_fraction"] == 1
     assert trajectory.metrics["reward_con"] == -1
 
 
@@ -118,7 +118,7 @@ def test_a_wrong_answer_drops_the_episode(answers: Any, message: str) -> None:
 def test_limits_end_an_episode() -> None:
     cut = played(workflow(*STEPS, truncated_reward=-2.0), writes(A, letters("abcdefgh") * 13))
     assert cut.is_truncated
-    assert cut.metrics == {"turns": 2.0, "opponents": 0.0, "reward_pro": 0.0, "reward_con": -2.0}
+    assert cut.metrics == {"turns": 2.0, "opponent_fraction": 0.0, "reward_pro": 0.0, "reward_con": -2.0}
     short = played(workflow(*STEPS, max_turns=2), writes(A, B))
     assert not short.is_truncated
     assert short.metrics["turns"] == 2
