@@ -106,6 +106,15 @@ def test_two_ranks_train_groups_of_different_sizes_as_one_process_does(several_r
     assert {size for sizes in one["sizes"] for size in sizes} == {2, 3, 4}
 
 
+def test_the_lines_say_what_applies_to_each_source(tmp_path: Path) -> None:
+    data = PromptDataModule(sources(tmp_path), batch_size=3, answer_column=None)
+    assert data.tasks.lines(Sourced()) == [
+        "source short: the module's workflow, sources.<locals>.<lambda>, group_size 2, at most 3 new tokens",
+        "source turns: multi_turn, sources.<locals>.<lambda>, group_size 3, at most 6 new tokens",
+        "others: the module's workflow, the module's reward, group_size 4, at most 6 new tokens",
+    ]
+
+
 def scheduler_of(max_staleness: int, **settings: Any) -> GroupScheduler:
     sizes = {"one": 1, "three": 3}
     return GroupScheduler(RolloutSettings(2, sizes, groups_per_iteration=3, max_staleness=max_staleness, **settings))
