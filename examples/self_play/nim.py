@@ -69,15 +69,15 @@ class Exploitability(Metric):
     def update(self, groups: list[Group]) -> None:
         """Does nothing: the policy's probabilities are read directly."""
 
-    def compute(self) -> float:
-        return exploitability(self.owner[0].policy)
+    def compute(self) -> torch.Tensor:
+        return torch.tensor(exploitability(self.owner[0].policy))
 
 
 class NimGRPO(GRPO):
     """GRPO that validates by the policy's exploitability."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
         self.validation_metrics = {"exploitability": Exploitability(self)}
 
 
