@@ -1,8 +1,6 @@
-"""Runs against older versions: who plays, what trains, and resumes to the bit; and the example's measure."""
+"""Runs against older versions: who plays, what trains, and resumes to the bit."""
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from several_run import Duel, agents_result, duel
 from tiny_run import Digits, TinyGRPO, are_equal, train, weights
 
-from examples.self_play import nim
 from lightrl import FakeEngine
 from lightrl.callbacks.self_play import SelfPlay
 
@@ -69,33 +66,3 @@ def test_self_play_without_agents_is_refused(tmp_path: Path) -> None:
         train(tmp_path, TinyGRPO(), callbacks=[SelfPlay()])
     with pytest.raises(ValueError, match="pool_size must be >= 1"):
         SelfPlay(pool_size=0)
-
-
-class Player:
-    """A policy of Nim that takes one of `takes(pile)` with equal chances, and then ends."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, takes: Callable[[int], Sequence[int]]) -> None:
-        self.takes = takes
-
-    def __call__(self, input_ids: torch.Tensor) -> Any:
-        logits = torch.full((*input_ids.shape, len(nim.VOCABULARY)), -100.0)
-        for row, token_ids in enumerate(input_ids.tolist()):
-            length = sum(token_id > 0 for token_id in token_ids)
-            for place, token_id in enumerate(token_ids[:length]):
-                has_taken = place % 3 == (length - 1) % 3  # pile, take, end; the second player first reads the prompt
-                digit = nim.VOCABULARY[token_id]
-                takes = self.takes(int(digit)) if digit.isdigit() else ()
-                for token in ["<eos>"] if has_taken else map(str, takes):
-                    logits[row, place, nim.VOCABULARY.index(token)] = 0.0
-        return SimpleNamespace(logits=logits)
-
-
-def test_the_measure_of_nim_is_0_for_perfect_play_and_right_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nim.exploitability(Player(lambda pile: [pile % 4 or 1])) == pytest.approx(0, abs=1e-6)
-    monkeypatch.setattr(nim, "LARGEST", 2)
-    # Pile 1: the policy wins with 1/3 and forfeits otherwise; the opponent, if first, wins. Pile 2: the policy takes 1
-    # (the opponent wins), 2 (it loses) or 3 (the policy forfeits); the opponent, if first, takes 2.
-    uniform = Player(lambda pile: [1, 2, 3])
-    assert nim.exploitability(uniform) == pytest.approx((1 / 3 + 1 + 1 / 3 + 1) / 4)
