@@ -22,7 +22,8 @@ MAX_ENTERED = (5370, 753, 69)  # lines, functions and files of a warm iteration,
 MEET = {
     "supervised": {"export callback", "3D"}, "launch": {"status"}, "inspect": {"trace"},
     "recorded trajectories": {"trajectory log", "PPO"}, "plan": {"PPO"}, "memory estimate": {"PPO", "SGLang"},
-    "gateway": {"SGLang"}, "tasks": {"completed prompts"}, "agents' advantages": {"PPO", "relatives"}, "vLLM": {"SGLang"},
+    "gateway": {"SGLang"}, "tasks": {"completed prompts"},
+    "agents' advantages": {"PPO", "relatives"}, "vLLM": {"SGLang"},
 }  # fmt: skip
 
 
