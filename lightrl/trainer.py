@@ -13,7 +13,7 @@ import shutil
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -46,6 +46,7 @@ from lightrl.checks.annotations import Unpack
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.concurrency.owner import hold, let_go
+from lightrl.data import PromptDataModule
 from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -300,29 +301,31 @@ class Trainer(RLTrainer):
                 f"This trainer's last fit failed while it resumed from {self._restoring}, so its counters and "
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
-        is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, kwargs, needs_rewards=not is_recorded, is_fit=True):
+        given = (*args, *kwargs.values())
+        is_recorded = any(hasattr(data, "recorded_groups") for data in given)
+        with self._checked(model, given, kwargs, needs_rewards=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the validation prompts; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the test prompts; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Rolls out the test prompts with rewards, without training on them; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
         self,
         model: L.LightningModule | None,
+        given: Sequence[object],
         kwargs: dict[str, Any],
         *,
         needs_rewards: bool = True,
@@ -335,6 +338,7 @@ class Trainer(RLTrainer):
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
+                self._stage.tasks = next((data.tasks for data in given if isinstance(data, PromptDataModule)), None)
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
                 self._monitors.before_start(self)

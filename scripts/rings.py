@@ -38,12 +38,14 @@ LEAVES = {
         "models/test_muon.py models/muon_run.py", "algorithms.md#muon"),
     "PPO": Leaf("algorithms/ppo.py", 303, "lightrl.PPO",
         "algorithms/test_ppo.py", "algorithms.md#ppo-a-critic-instead-of-a-group"),
-    "completed prompts": Leaf("data/completions.py", 559, "lightrl.SFTDataModule",
+    "completed prompts": Leaf("data/completions.py", 560, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
+    "tasks": Leaf("data/tasks.py", 205, "lightrl.data.tasks.Task",
+        "trainer/test_tasks.py", "bring-your-data.md#each-source-its-own-task"),
     "recorded trajectories": Leaf("data/trajectories.py", 83, "lightrl.TrajectoryDataModule",
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
-    "distillation": Leaf("algorithms/distillation.py", 170, "lightrl.Distillation",
-        "algorithms/test_distillation.py", "algorithms.md#from-a-teacher"),
+    "distillation": Leaf("algorithms/distillation.py", 288, "lightrl.Distillation",
+        "algorithms/test_distillation.py trainer/test_teachers.py", "algorithms.md#from-a-teacher"),
     "3D": Leaf("strategies/parallel_3d", 1628, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
@@ -74,14 +76,20 @@ LEAVES = {
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 900, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 905, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
+    "multi-agent": Leaf("workflows/multi_agent.py", 272, "lightrl.workflows.MultiAgent",
+        "workflows/test_multi_agent.py", "write-an-environment.md#several-agents"),
+    "agents' advantages": Leaf("algorithms/agents.py", 64, "agent advantages",
+        "algorithms/test_agents.py", "algorithms.md#several-agents"),
+    "self-play": Leaf("callbacks/self_play.py", 125, "lightrl.callbacks.self_play.SelfPlay",
+        "trainer/test_self_play.py", "write-an-environment.md#self-play"),
     "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
     "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
-    "agents": Leaf("workflows/agent_workflow", 2787, "lightrl.AgentWorkflow",
+    "agents": Leaf("workflows/agent_workflow", 2788, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
@@ -111,8 +119,8 @@ LEAVES = {
     "doctor": Leaf("commands/doctor", 1717, "lightrl doctor",
         "commands/test_attacks.py commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
-    "memory estimate": Leaf("plan", 1589, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
-    "plan": Leaf("commands/plan.py", 418, "lightrl plan",
+    "memory estimate": Leaf("plan", 1590, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
+    "plan": Leaf("commands/plan.py", 421, "lightrl plan",
         "commands/test_plan.py", "check-a-run.md#what-a-run-needs-on-paper"),
     "setting help": Leaf("commands/setting_help.py", 80, "setting help",
         "commands/test_setting_help.py", "check-a-run.md#help-for-a-setting"),
@@ -123,7 +131,8 @@ LEAVES = {
     "convert": Leaf("commands/convert", 863, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
-OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns.py functional/supports.py
+OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns.py columns/agents.py
+    functional/supports.py strategies/sharded_experience/other_prompts.py
     functional/centering.py functional/branches.py
     strategies/layouts/branches.py strategies/layouts/packing_trial.py functional/chunk_buffers.py
     strategies/layouts/halves.py strategies/layouts/pieces.py strategies/layouts/shared_prefix.py

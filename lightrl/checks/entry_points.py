@@ -12,6 +12,7 @@ ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
+    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # of trajectories of several agents
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect

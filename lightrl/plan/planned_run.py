@@ -150,10 +150,11 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
     calls = module.data_flow(from_file=is_recorded).calls
+    sizes: Mapping[str, int] = getattr(getattr(data, "tasks", None), "group_sizes", {})
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
-        group_size=module.group_size,
+        group_size=max(module.group_size, *sizes.values()) if sizes else module.group_size,
         num_minibatches=module.num_minibatches,
         update_epochs=module.update_epochs,
         microbatch_tokens=module.microbatch_tokens,
