@@ -119,7 +119,7 @@ LEAVES = {
     "doctor": Leaf("commands/doctor", 1717, "lightrl doctor",
         "commands/test_attacks.py commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
-    "memory estimate": Leaf("plan", 1590, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
+    "memory estimate": Leaf("plan", 1588, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
     "plan": Leaf("commands/plan.py", 421, "lightrl plan",
         "commands/test_plan.py", "check-a-run.md#what-a-run-needs-on-paper"),
     "setting help": Leaf("commands/setting_help.py", 80, "setting help",

@@ -41,8 +41,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentEnvironment", "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiAgent", "MultiTurn", "OpenEnv",
-    "OpenEnvTools", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
+    "AgentEnvironment", "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiAgent", "MultiTurn",
+    "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -395,7 +395,7 @@ def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
 def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
     """Returns the settings of the section `launch:` that give a run its ranks and servers."""
     policy, engine = run.roles[0], run.engine
-    is_served = engine is not None and engine.place == "servers" and run.may_resize_servers
+    is_served = engine is not None and engine.place == "servers" and engine.starts_servers
     servers, tp = (engine.servers, engine.tp) if engine is not None and is_served else (0, 1)
     needed = run.world if run.shares_gpus else run.world + servers * tp
     settings: JsonObject = {"nodes": max(launch.nodes, -(-needed // (launch.gpus_per_node or NODE_RANKS)))}
