@@ -39,6 +39,13 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert not [name for name in found["files"] if name.endswith(".part")]
 
 
+def test_all_ranks_continue_from_the_last_checkpoint_that_rank_0_finds_or_refuse_together(two_ranks: Any) -> None:
+    for found in (ranks["newest"] for ranks in two_ranks):
+        assert found["path"].endswith("online/project/run-a/checkpoints/last.ckpt")
+        assert found["num_trained"] == 2
+        assert "has no last*.ckpt of an earlier run. Pass the path of a checkpoint." in found["refusal"]
+
+
 def test_advantages_sees_the_prompt_of_each_trajectory_on_every_rank(two_ranks: Any) -> None:
     prompts, group_ids = two_ranks[0]["resume"]["prompts"], two_ranks[0]["resume"]["group_ids"]
     assert two_ranks[1]["resume"]["prompts"] == prompts
