@@ -112,7 +112,7 @@ LEAVES = {
         "commands/test_unused_settings.py", "check-a-run.md#settings-without-effect"),
     "launch": Leaf("commands/launch", 2074, "lightrl launch",
         "commands/test_launch.py launch", "clusters.md#how-the-plan-is-made"),
-    "convert": Leaf("commands/convert", 928, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
+    "convert": Leaf("commands/convert", 930, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
 OPTIONS = """columns/supports.py columns/routes.py functional/supports.py functional/branches.py

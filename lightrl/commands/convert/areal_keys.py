@@ -102,10 +102,12 @@ def image(value: str | None, areal: Leaves) -> Outcome:
 
 
 def variables(text: str | None, areal: Leaves) -> Outcome:
-    pairs = [word.strip().partition("=") for word in (text or "").split(",") if word.strip()]
-    trainers = str(areal.get("launcher.trainer_env_vars") or text)
-    if any(word.strip() not in map(str.strip, trainers.split(",")) for word in (text or "").split(",")):
+    def words(value: object) -> set[str]:
+        return {word.strip() for word in str(value or "").split(",")} - {""}
+
+    if words(text) - words(areal.get("launcher.trainer_env_vars", text)):
         return Outcome(left="a launch has one environment, which launcher.trainer_env_vars sets")
+    pairs = (word.partition("=") for word in sorted(words(text)))
     return Outcome({f"launch.environment.{name}": value for name, _, value in pairs})
 
 
