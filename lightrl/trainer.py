@@ -559,9 +559,9 @@ class Trainer(RLTrainer):
                 self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
 
         has_own_folder = bool(self.loggers) or self.state.fn != TrainerFn.FITTING or bool(self.fast_dev_run)
-        for callback in () if has_own_folder else self.callbacks:
-            if output := getattr(callback, "run_folder_output", None):
-                self._hold(Path(self.default_root_dir, output), f"{type(callback).__name__} in default_root_dir")
+        for writer in () if has_own_folder else self.callbacks:
+            if output := getattr(writer, "run_folder_output", None):
+                self._hold(Path(self.default_root_dir, output), f"{type(writer).__name__} in default_root_dir")
 
     def _is_created(self, log_dir: Path) -> bool:
         """Creates a run's folder; returns False if it exists."""
