@@ -292,7 +292,12 @@ def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list
     if layout.servers:
         engine = facts.engine or layout.engine or "SGLangEngine"
         if layout.engine not in (None, engine):
-            raise ValueError(f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}.")
+            backend = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}.get(engine)
+            other = f", or its backend to {backend}" if backend else ""
+            raise ValueError(
+                f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}. Set trainer.engine to "
+                f"{layout.engine}{other}."
+            )
         if facts.has_urls:
             raise ValueError("trainer.engine has urls of running servers. Remove urls, or set launch.servers: 0.")
         if engine not in ("SGLangEngine", "VLLMEngine"):
