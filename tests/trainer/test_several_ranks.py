@@ -133,7 +133,7 @@ def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_p
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "0", "interrupt")
-    assert done.returncode == 1
+    assert done.returncode == 130
     assert [path.is_dir() for path in (tmp_path / "interrupt").iterdir()] == [True] * 2  # the last one too
     assert "Traceback" not in done.stderr
 
