@@ -185,6 +185,7 @@ def names_thinking(pattern: str) -> bool:
 
 # Maximum number of tokens in a truncated distribution: SGLang returns 4,096 ids, and ties may use some of them.
 MAX_SUPPORT = 4000
+MAX_GRAMMAR_SUPPORT = 64  # fewer, because logits far down tie, and in free text a grammar allows all tokens
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,8 @@ class Sampling:
         topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
             `score_centering`; they take 8 bytes each.
         seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
-        grammar: a structural tag of XGrammar, as JSON, that completions follow; workflows set it for a request.
+        grammar: a structural tag of XGrammar, as JSON, that completions follow; workflows set it for a request. With
+            top_k -1, tokens are sampled from the MAX_GRAMMAR_SUPPORT likeliest that it allows, which are the support.
     """
 
     temperature: float = 1.0
@@ -252,7 +254,8 @@ class Sampling:
     @property
     def max_support(self) -> int:
         """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
-        return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
+        most = MAX_GRAMMAR_SUPPORT if self.grammar else MAX_SUPPORT
+        return self.top_k if self.top_k != -1 or not self.is_truncated else most
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Follower:
     reads_grammars: bool = False
     weight_version: int = -1
     continues_completions: ClassVar[bool] = True
+    returns_topk: ClassVar[bool] = True
     check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:

@@ -32,6 +32,8 @@ from lightrl.trajectory import JsonMapping, JsonObject, content_text, split_thin
 
 _MAX_DEPTH = 100
 _MAX_CHOICES = 128  # the largest `n`, as in OpenAI's API
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1_000
+_MAX_SCHEMA_CHARS = 100_000
 _KEY_CHARS = 256  # of a message's content in its key; a longer content is hashed
 MODEL = "policy"
 IGNORABLE = ("tool_choice", "response_format")
@@ -286,6 +288,9 @@ class Exchange(ABC):
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise RequestRefused(f"{name} must be a text or a list of texts, got {value!r:.80}.")
+        if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in texts):
+            limits = f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS:,} characters"
+            raise RequestRefused(f"{name} must have {limits}, got {len(texts)} texts.")
         return tuple(text for text in texts if text)
 
     def num_choices(self) -> int:
@@ -358,6 +363,8 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
 def _schema_problem(text: str) -> str | None:
     import jsonschema
 
+    if len(text) > _MAX_SCHEMA_CHARS:
+        return f"it has {len(text):,} characters, more than {_MAX_SCHEMA_CHARS:,}"
     try:
         jsonschema.Draft202012Validator.check_schema(json.loads(text))
     except (jsonschema.SchemaError, RecursionError) as error:

@@ -35,6 +35,7 @@ from lightrl.columns import cut
 from lightrl.concurrency.abandon import abandon, wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
+from lightrl.engines.servers.connection import ServerRefused
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.trajectory import (
     LEADING_THOUGHTS,
@@ -427,7 +428,10 @@ class AgentSession:
             raise _session_over()
         try:
             completion = task.result()
-        except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
+        # The engine refuses ids outside the vocabulary and more tokens than the context, its server a bad grammar.
+        except (ValueError, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and not (encoded.grammar and error.status == 400):
+                raise
             hint = f" {way_out(request)}" if encoded.grammar else ""
             raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:

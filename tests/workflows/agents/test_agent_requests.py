@@ -44,6 +44,7 @@ from transformers import AutoModelForCausalLM
 from lightrl.columns import SUPPORTS
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.engines.servers.connection import ServerRefused
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models.images import data_url
@@ -262,7 +263,7 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
     settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=rf"FakeEngine has no grammar.* ignore: .{name}. to let"):
+        with pytest.raises(openai.BadRequestError, match=rf"The engine has no grammar.* ignore: .{name}. to let"):
             await ask(client, [user("hi")], **settings)
         await ask(client, [user("hi")])
 
@@ -278,10 +279,52 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
         workflow_of(talk, ignore=["stop"])
 
 
-def test_a_call_in_another_format_than_hermes_cannot_be_forced() -> None:
+def nested(**schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"anyOf": [schema]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (nested(maxItems=10_001), "maxItems=10001, more than 10,000"),
+        (nested(pattern="(a{200}){100}"), r"the pattern '\(a.200.*many repetitions"),
+        (nested(patternProperties={"a" * 1001: {}}), "the pattern 'aaa"),
+        (nested(enum=["a" * 100_000]), "must have a JSON schema: it has 100,0.. characters"),
+        (nested(maxItems=10_000, pattern="^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"), "400: no grammar.*ignore"),
+    ],
+    ids=["a count", "nested repetitions", "a long pattern", "a long schema", "refused by the server"],
+)
+def test_a_constraint_that_no_grammar_can_read_is_an_error_for_the_agent_alone(
+    schema: dict[str, Any], message: str
+) -> None:
+    def refuse(grammar: str, token_ids: list[int]) -> list[int]:
+        raise ServerRefused("400: no grammar.", status=400)
+
+    async def talk(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await ask(client, [user("hi")], response_format=json_schema(schema=schema))
+        await ask(client, [user("hi")])
+
+    engine = started(FakeEngine(script=lambda *_: [*encode("one"), END], allowed=refuse))
+    assert written(play(with_client(talk), engine)) == ["one<|im_end|>"]
+
+
+def test_stop_texts_have_a_limit() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        for stop in (["a"] * 65, ["a" * 1001]):
+            with pytest.raises(openai.BadRequestError, match="stop must have at most 64 texts of at most 1,000"):
+                await ask(client, [user("hi")], stop=stop)
+        await ask(client, [user("hi")], stop=["a" * 1000] * 64)
+
+    play(with_client(talk), scripted("one"))
+
+
+def test_constraints_that_calls_in_another_format_than_hermes_could_not_meet_are_refused() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=r"do not have Hermes' format\. Set the workflow's ignore"):
             await ask(client, [user("hi")], **REQUIRED)
+        with pytest.raises(openai.BadRequestError, match=r"forbid the policy's calls\. Set the workflow's ignore"):
+            await ask(client, [user("hi")], tools=[TOOL], response_format=json_schema())
         await ask(client, [user("hi")])
 
     play(with_client(talk), scripted("one"), tool_parser=lambda text: [])
@@ -693,7 +736,7 @@ class AsksOnce(AgentWorkflow):
         raise RolloutError("asked")
 
 
-@pytest.mark.parametrize(("allowed", "error"), [(digits_only, "asked"), (None, "FakeEngine has no grammar")])
+@pytest.mark.parametrize(("allowed", "error"), [(digits_only, "asked"), (None, "The engine has no grammar")])
 def test_a_grammar_reaches_the_engine_through_the_runner_or_is_refused_there(allowed: Any, error: str) -> None:
     async def results(runner: TrajectoryRunner) -> list[Any]:
         runner.in_flight.open("a")
