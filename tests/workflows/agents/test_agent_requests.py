@@ -154,6 +154,14 @@ def test_an_agent_that_writes_the_stop_text_back_continues_the_row_and_any_other
             again = {"role": "assistant", "content": answer.content + end}
             await ask(client, [user("hi"), again, user("more")])
 
+    async def write_either_way(client: AsyncOpenAI) -> None:
+        for stop in ([], ["</code>"]):
+            await ask(client, [user("hi")], stop=stop)
+        await ask(client, [user("hi"), {"role": "assistant", "content": "go()</code>"}, user("more")])
+
+    twice = play(with_client(write_either_way), scripted("go()</code>", "go()</code>no", "two"))
+    assert "go()</code><|im_end|>\n<|im_start|>user\nmore" in decode(twice.token_ids)
+
     text = "<code>go()</code>\nObservation: invented"
     trajectory = play(with_client(talk), scripted(text, "two", text, "four"))
     assert written(trajectory) == ["<code>go()</code>", "two<|im_end|>", "<code>go()</code>", "four<|im_end|>"]
@@ -418,10 +426,29 @@ async def chat_about_images(base_url: str, api_key: str) -> None:
         await ask(client, [*sent, {"role": "user", "content": again}])
 
 
+SHOWN: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}
+
+
 async def branch_with_images(client: AsyncOpenAI) -> None:
     await ask(client, [user("12")])
     with pytest.raises(openai.BadRequestError, match="only if all answers are in one row"):
-        await ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}])
+        await ask(client, [SHOWN])
+    with pytest.raises(openai.BadRequestError, match="65 images, but at most 64"):
+        await ask(client, [{"role": "user", "content": SHOWN["content"] * 65}])
+
+
+async def choose_with_images(client: AsyncOpenAI) -> None:
+    sent = [SHOWN, await ask(client, [SHOWN]), user("12")]
+    with pytest.raises(openai.BadRequestError, match="only if all answers are in one row"):
+        await ask(client, sent, n=2)
+
+
+async def ask_with_images_at_once(client: AsyncOpenAI) -> None:
+    asked = (ask(client, [SHOWN]), ask(client, [user("12")]))
+    errors = [
+        answer for answer in await asyncio.gather(*asked, return_exceptions=True) if isinstance(answer, Exception)
+    ]
+    assert ["only if all answers are in one row" in str(error) for error in errors] == [True]
 
 
 async def send_messages_about_images(base_url: str, api_key: str) -> None:
@@ -477,13 +504,15 @@ def test_the_policy_reads_an_agents_images_and_the_trainer_reads_the_same(agent:
     assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-5)
 
 
-def test_images_in_a_second_row_are_refused_because_the_trainer_could_not_read_them() -> None:
+@pytest.mark.parametrize("agent", [branch_with_images, choose_with_images, ask_with_images_at_once])
+def test_images_in_a_second_row_are_refused_because_the_trainer_could_not_read_them(agent: Any) -> None:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = WRITES_IMAGES
-    workflow = AgentWorkflow(tokenizer, with_client(branch_with_images), agent_timeout_s=30.0)
+    workflow = AgentWorkflow(tokenizer, with_client(agent), agent_timeout_s=30.0)
     workflow.max_tokens, workflow.template.image_reader = 64, image_reader()
-    trajectory = asyncio.run(workflow.run(PROMPT, generate_with(says([4, 8]), DIGITS)))
-    assert (len(trajectory.turns), trajectory.images) == (1, [])
+    engine = started(FakeEngine(script=lambda *_: [4, 8], seconds_per_token=0.01))
+    trajectory = asyncio.run(workflow.run(PROMPT, generate_with(engine, DIGITS)))
+    assert (trajectory.metrics["rows"], trajectory.images) == (1, [])
 
 
 def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_goes_on() -> None:
@@ -625,6 +654,23 @@ def test_an_untrained_turn_of_a_trained_conversation_is_read_and_does_not_train(
     untrained = [RequestPattern(model="other")]
     trajectory = play(with_client(talk), scripted("one", "two"), models={"other": "policy"}, untrained=untrained)
     assert "one<|im_end|>" in decode(trajectory.token_ids)
+
+    async def alternate(client: AsyncOpenAI) -> None:
+        sent: list[Any] = [user("hi")]
+        for model in ("policy", "other", "policy"):
+            answer = await client.chat.completions.create(model=model, messages=sent)
+            sent += [answer.choices[0].message, user("more")]
+        with pytest.raises(openai.BadRequestError, match=r"limits\.rows=1"):
+            await ask(client, [user("ho")])
+
+    alternated = play(
+        with_client(alternate),
+        scripted("a", "b", "c"),
+        models={"other": "policy"},
+        untrained=untrained,
+        limits=AgentLimits(rows=1),
+    )
+    assert (alternated.metrics["rows"], decode(trained(alternated))) == (1, "a<|im_end|>c<|im_end|>")
     assert decode(trained(trajectory)) == "two<|im_end|>"
     with pytest.raises(RolloutError, match="without an answer from the policy that trains"):
         play(
