@@ -34,7 +34,7 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
     """
     if request.schema is None and request.forced_tool is None:
         return ""
-    names = [tool["function"]["name"] for tool in request.tools]
+    names = [tool["function"]["name"] for tool in request.tools if "function" in tool]
     if request.forced_tool is not None and (not names or request.forced_tool not in ("", *names)):
         required = f"the tool {request.forced_tool!r:.80}" if request.forced_tool else "a call"
         raise RequestRefused(f"tool_choice requires {required}, but the tools are {names!r:.200}.")
@@ -108,7 +108,7 @@ def _calls(request: AgentRequest) -> JsonObject:
             "content": {"type": "json_schema", "json_schema": function.get("parameters") or {"type": "object"}},
             "end": "}\n</tool_call>",
         }
-        for function in (tool["function"] for tool in request.tools)
+        for function in (tool["function"] for tool in request.tools if "function" in tool)
         if request.forced_tool in (None, "", function["name"])
     ]
     calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}

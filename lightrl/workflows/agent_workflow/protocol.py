@@ -78,6 +78,7 @@ class AgentRequest:
     num_choices: int = 1
     schema: JsonMapping | None = None  # the JSON schema of the answer
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
+    hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -113,7 +114,7 @@ class RequestPattern:
                 ) from error
 
     def matches(self, request: AgentRequest) -> bool:
-        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools)
+        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools + request.hidden_tools)
         texts = {"model": request.model, "system": request.system, "tools": tools}
         return all(re.search(getattr(self, name) or "", text) for name, text in texts.items())
 

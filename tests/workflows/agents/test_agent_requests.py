@@ -57,6 +57,8 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory, read_records
 from lightrl.weights import bucketed
 from lightrl.workflows.agent_workflow import AgentLimits, AgentResult, AgentWorkflow, FrozenModel, RequestPattern
+from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
+from lightrl.workflows.agent_workflow.protocol import RequestRules
 from lightrl.workflows.workflow import check_trajectory
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -331,6 +333,8 @@ def test_constraints_that_calls_in_another_format_than_hermes_could_not_meet_are
     async def talk(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=r"do not have Hermes' format\. Set the workflow's ignore"):
             await ask(client, [user("hi")], **REQUIRED)
+        with pytest.raises(openai.BadRequestError, match="A tool's function must have a name"):
+            await ask(client, [user("hi")], tools=[{"type": "function", "function": 5}])
         with pytest.raises(openai.BadRequestError, match=r"forbid the policy's calls\. Set the workflow's ignore"):
             await ask(client, [user("hi")], tools=[TOOL], response_format=json_schema())
         await ask(client, [user("hi")])
@@ -358,7 +362,7 @@ def test_the_choices_of_a_request_are_siblings_of_which_each_can_be_continued(is
             reward = {answer.id: 0.25, f"{answer.id}/1": 0.5}
         assert sorted(texts) == ["one", "two"]
         await ask(client, [*sent, {"role": "assistant", "content": texts[1]}, user("more")])
-        return AgentResult(1.0, {} if is_streamed else reward)
+        return AgentResult(1.0, rewards={} if is_streamed else reward)
 
     trajectory = play(with_client(talk), scripted("one", "two", "three"))
     assert len(trajectory.turns) == 3
@@ -560,6 +564,7 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         seen.append((request.headers.get("Authorization"), body["model"]))
+        assert (await request.text()).count("model") == 1
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "9 of 10"}}
         whole = {"id": "c", "object": "chat.completion", "created": 0, "model": "big", "choices": [choice]}
         if not body.get("stream"):
@@ -575,6 +580,10 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
         async with client_of(base_url, api_key) as client:
             assert (await ask(client, [user("hi")])).content == "one"
             settings: dict[str, Any] = {"model": "judge", "messages": [user("judge it")]}
+            twice = b'{"model": "big", "model": "judge", "messages": []}'
+            headers = {"Authorization": f"Bearer {api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                await http.post(f"{base_url}/chat/completions", data=twice)
             whole = await client.chat.completions.create(**settings)
             assert whole.choices[0].message.content == "9 of 10"
             stream = await client.chat.completions.create(**settings, stream=True)
@@ -588,19 +597,21 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
     upstream.router.add_post("/v1/chat/completions", answer)
     models = {"judge": FrozenModel("http://later", model="big", api_key_variable="JUDGE_KEY")}
     trajectory = asyncio.run(played_beside(upstream, agent, models))
-    assert seen == [("Bearer secret of the judge", "big")] * 2
+    assert seen == [("Bearer secret of the judge", "big")] * 3
     assert written(trajectory) == ["one<|im_end|>"]
 
 
 def test_a_frozen_model_that_cannot_be_reached_is_an_error_for_the_agent_alone() -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.APIStatusError, match=r"The frozen model at .* does not answer"):
+        with pytest.raises(openai.APIStatusError, match=r"The frozen model 'judge' does not answer\. The"):
             await client.chat.completions.create(model="judge", messages=[user("hi")])
         await ask(client, [user("hi")])
+        for model in ("judge", "policy"):
+            with pytest.raises(openai.BadRequestError, match=r"limits\.requests=2"):
+                await client.chat.completions.create(model=model, messages=[user("hi")])
 
-    assert (
-        len(play(with_client(talk), scripted("one"), models={"judge": FrozenModel("http://127.0.0.1:9/v1")}).turns) == 1
-    )
+    settings = {"models": {"judge": FrozenModel("http://127.0.0.1:9/v1")}, "limits": AgentLimits(requests=2)}
+    assert len(play(with_client(talk), scripted("one"), **settings).turns) == 1
 
 
 def test_the_endpoint_binds_the_address_that_agents_reach_and_needs_its_key_there() -> None:
@@ -672,6 +683,9 @@ def test_an_untrained_turn_of_a_trained_conversation_is_read_and_does_not_train(
     )
     assert (alternated.metrics["rows"], decode(trained(alternated))) == (1, "a<|im_end|>c<|im_end|>")
     assert decode(trained(trajectory)) == "two<|im_end|>"
+    hides = ChatExchange({"messages": [user("hi")], "tools": [TOOL], "tool_choice": "none"}, RequestRules(), {}).request
+    assert hides.tools == []
+    assert not RequestPattern(tools="^$").matches(hides)
     with pytest.raises(RolloutError, match="without an answer from the policy that trains"):
         play(
             with_client(lambda client: _ask_other(client)),
@@ -699,7 +713,7 @@ def test_rewards_of_answers_are_placed_on_their_last_tokens_in_each_protocol() -
 
     async def talk(client: AsyncOpenAI) -> AgentResult:
         await ask(client, [user("hi")])
-        return AgentResult(1.0, {"chatcmpl-x": 1.0})
+        return AgentResult(1.0, rewards={"chatcmpl-x": 1.0})
 
     with pytest.raises(RolloutError, match="the policy gave no such answer that trains"):
         play(with_client(talk), scripted("one"))
