@@ -161,8 +161,9 @@ def test_an_agent_that_writes_the_stop_text_back_continues_the_row_and_any_other
             await ask(client, [user("hi")], stop=stop)
         await ask(client, [user("hi"), {"role": "assistant", "content": "go()</code>"}, user("more")])
 
-    twice = play(with_client(write_either_way), scripted("go()</code>", "go()</code>no", "two"))
-    assert "go()</code><|im_end|>\n<|im_start|>user\nmore" in decode(twice.token_ids)
+    engine = scripted("<think>A.</think>go()</code>", "<think>B.</think>go()</code>no", "two")
+    play(with_client(write_either_way), engine, template=THINKS)
+    assert "A.</think>go()</code><|im_end|>" in decode(engine.requests[2].token_ids)
 
     text = "<code>go()</code>\nObservation: invented"
     trajectory = play(with_client(talk), scripted(text, "two", text, "four"))
