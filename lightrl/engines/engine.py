@@ -114,8 +114,7 @@ class RolloutEngine(ABC):
                 f"but {type(self).__name__} does not. Use LocalEngine, SGLangEngine or VLLMEngine, or set it to 0."
             )
         if sampling.grammar and not self.reads_grammars:
-            tokenizer = "server_args: {tokenizer_path: ...}"
-            raise ValueError(f"{type(self).__name__} has no grammar. SGLang and vLLM have one, with {tokenizer}.")
+            raise ValueError("The engine has no grammar. Servers need server_args.tokenizer_path (vLLM: tokenizer).")
 
     def check_workers(self, num: int) -> None:
         """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""

@@ -244,9 +244,8 @@ class _TurnGenerate:
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
         longest = min(group.sampling.max_new_tokens, max_new_tokens or group.sampling.max_new_tokens)
         shortest = min(group.sampling.min_new_tokens, longest)
-        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest, grammar=grammar)
         if grammar:
-            sampling = replace(sampling, grammar=grammar)
             group.engine.check_sampling(sampling)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None

@@ -6,7 +6,7 @@
 
 A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
 requires the session's random key, as a Bearer token or in the header x-api-key. Requests to a frozen model are sent on
-to its server unchanged, and are not recorded (frozen_models.py).
+to its server, counted but not recorded (frozen_models.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import secrets
@@ -206,6 +207,7 @@ class OpenAIEndpoint:
             text = f"The request's body did not arrive within {_BODY_S:g} s."
             raise RequestRefused(text, status=408, code="request_timeout") from error
         if self.frozen and (frozen := self.frozen.get(_requested_model(body))) is not None:
+            session.count_forwarded()
             return await forward(request, body, path, frozen)
         exchange = _PROTOCOLS[path].of_json(body, session.rules, session.items)
         for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._warned_fields]:
@@ -250,6 +252,16 @@ def _model_of(name: str) -> JsonObject:
     """Returns a model as OpenAI's and Anthropic's clients expect it."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "lightrl"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def is_every_address(host: str) -> bool:
+    """Returns whether a port bound to this host is open at all addresses of the machine: "", "0", "0.0.0.0", "::0"."""
+    try:
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)]
+    except (OSError, UnicodeError):  # a name
+        return not host
+    numbers = map(ipaddress.ip_address, addresses)
+    return any((getattr(number, "ipv4_mapped", None) or number).is_unspecified for number in numbers)
 
 
 def _warn_of_proxy(host: str) -> None:

@@ -32,6 +32,8 @@ from lightrl.trajectory import JsonMapping, JsonObject, content_text, split_thin
 
 _MAX_DEPTH = 100
 _MAX_CHOICES = 128  # the largest `n`, as in OpenAI's API
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1_000
+_MAX_SCHEMA_CHARS = 100_000
 _KEY_CHARS = 256  # of a message's content in its key; a longer content is hashed
 MODEL = "policy"
 IGNORABLE = ("tool_choice", "response_format")
@@ -76,6 +78,7 @@ class AgentRequest:
     num_choices: int = 1
     schema: JsonMapping | None = None  # the JSON schema of the answer
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
+    hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -111,7 +114,7 @@ class RequestPattern:
                 ) from error
 
     def matches(self, request: AgentRequest) -> bool:
-        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools)
+        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools + request.hidden_tools)
         texts = {"model": request.model, "system": request.system, "tools": tools}
         return all(re.search(getattr(self, name) or "", text) for name, text in texts.items())
 
@@ -286,6 +289,9 @@ class Exchange(ABC):
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise RequestRefused(f"{name} must be a text or a list of texts, got {value!r:.80}.")
+        if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in texts):
+            limits = f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS:,} characters"
+            raise RequestRefused(f"{name} must have {limits}, got {len(texts)} texts.")
         return tuple(text for text in texts if text)
 
     def num_choices(self) -> int:
@@ -358,6 +364,8 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
 def _schema_problem(text: str) -> str | None:
     import jsonschema
 
+    if len(text) > _MAX_SCHEMA_CHARS:
+        return f"it has {len(text):,} characters, more than {_MAX_SCHEMA_CHARS:,}"
     try:
         jsonschema.Draft202012Validator.check_schema(json.loads(text))
     except (jsonschema.SchemaError, RecursionError) as error:
