@@ -163,9 +163,8 @@ class GRPO(RLModule):
         self.overlong_penalty = overlong_penalty
         self.reward_shaping = reward_shaping
         self.score_centering = score_centering
-        if score_centering:
-            weighs_tokens = ratio_level == "token" and defines_together(type(self), "token_weights", "policy_loss")
-            check_centering(self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
+        weighs_tokens = ratio_level == "token" and defines_together(type(self), "token_weights", "policy_loss")
+        check_centering(score_centering, self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
         # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
