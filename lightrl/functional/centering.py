@@ -91,7 +91,8 @@ def check_centering(
         weighs_tokens: whether the algorithm's weight of each token depends on that token's ratio alone.
     """
     if not is_centered:
-        return check_effect("without score_centering", **{"sampling.topk_logprobs": (topk, 0)})
+        check_effect("without score_centering", **{"sampling.topk_logprobs": (topk, 0)})
+        return
     if not topk:
         raise ValueError("score_centering needs the engine's most likely tokens. Set sampling.topk_logprobs to 64.")
     if weights is not None and weights.approximate_proximal:
