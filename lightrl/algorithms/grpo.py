@@ -155,8 +155,7 @@ class GRPO(RLModule):
         self.advantage_mean = advantage_mean
         self.advantage_std = advantage_std
         self.leave_one_out = leave_one_out
-        weights = ImportanceWeights() if decoupled is True else decoupled or None
-        self.importance_weights = weights  # None: the loss is not decoupled
+        weights = self.importance_weights = ImportanceWeights() if decoupled is True else decoupled or None
         self.reference_kl = reference
         self.kl_coef = 0.0 if reference is None else reference.coef  # PPO may adapt it
         self.entropy_coef = entropy_coef

@@ -99,7 +99,7 @@ def check_centering(
         raise ValueError("score_centering needs exact proximal logprobs: leave out decoupled.approximate_proximal.")
     if weights is not None and weights.cap is None and weights.floor is None:
         check_effect("with unbounded importance weights", score_centering=(True, False))
-    if not weighs_tokens or (weights is not None and (weights.level != "token" or weights.aggregation is not None)):
+    if not weighs_tokens or (weights is not None and (weights.level, weights.aggregation) != ("token", None)):
         raise ValueError(
             f"score_centering needs a weight that depends on each token's ratio alone, which {algorithm} with these "
             "settings does not have. Use GRPO with ratio_level and decoupled.level 'token', or leave it out."
