@@ -318,12 +318,7 @@ def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int
         rows = rows_of(run, engine)
         yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
     if run.batches_per_update is not None:
-        dp, each = run.roles[0].dp, run.longest * run.group_size
-
-        def of_batch(size: int) -> PlannedRun:
-            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
-
-        yield "data.batch_size", run.prompts or 1, of_batch
+        yield "data.batch_size", run.prompts or 1, lambda size: replace(run, prompts=size)
         return
     tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
     yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)

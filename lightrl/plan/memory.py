@@ -97,7 +97,7 @@ class PlannedRun:
     group_size: int
     num_minibatches: int
     update_epochs: int
-    microbatch_tokens: int
+    microbatch_tokens: int  # has no effect on batches of data
     prompt_tokens: int  # of the longest prompt
     new_tokens: int
     longest: int  # tokens of the longest trajectory
@@ -129,7 +129,9 @@ class PlannedRun:
 
     @property
     def microbatch(self) -> int:
-        """Tokens of the largest microbatch, which contains at least one trajectory."""
+        """Tokens of the largest microbatch, which contains at least one trajectory, or a rank's whole batch of data."""
+        if self.batches_per_update is not None:
+            return math.ceil((self.prompts or 1) / self.roles[0].dp) * self.group_size * self.longest
         return max(self.microbatch_tokens, self.longest)
 
     def over(self, world: int, pp: int = 1, tp: int = 1) -> PlannedRun:
@@ -172,7 +174,7 @@ class RoleCost:
 def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     """Estimates a role's bytes; raises ValueError if the model cannot be split this way."""
     size, is_trained = role.size, role.trained > 0
-    tokens = max(run.update_tokens, role.dp * run.longest)
+    tokens = max(run.update_tokens, role.dp * (run.longest if run.batches_per_update is None else run.microbatch))
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps nothing, but each layer needs as much in its forward as a checkpointed layer recomputes.
     keeps = is_trained and "activations" not in run.offloads

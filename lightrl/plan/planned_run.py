@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -175,14 +174,13 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads
     settings = _of_trainer(module, trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
     longest, source = _bound(data, "max_tokens", module if reads_models else None)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
-    share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
     return PlannedRun(
         **settings,
         prompts=size,
         group_size=rows,
         num_minibatches=1,
         update_epochs=1,
-        microbatch_tokens=share * longest,
+        microbatch_tokens=longest,
         prompt_tokens=longest,
         new_tokens=0,
         longest=longest,
