@@ -214,7 +214,7 @@ def strategy_of(run: PlannedRun, base: PlannedRun) -> Any:
     given = settings_of(run, base).get("trainer", {}).get("strategy", {"class_path": "FSDP2Strategy"})
     kind: Any = {"FSDP2Strategy": FSDP2Strategy, "Parallel3DStrategy": Parallel3DStrategy}[given["class_path"]]
     strategy = kind(**given.get("init_args", {}))
-    strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * run.world, 1
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cuda", 0)] * run.world, 1
     strategy.precision_plugin = _precision("bf16-mixed")
     return strategy
 
