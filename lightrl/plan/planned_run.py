@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from lightrl.functional import can_compile
 from lightrl.models import Role
 from lightrl.module import RLModule
 from lightrl.plan import memory
-from lightrl.plan.memory import PlannedRole, PlannedRun, UnknownMemory, num_devices
+from lightrl.plan.memory import NODE_RANKS, PlannedRole, PlannedRun, UnknownMemory, num_devices
 from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
@@ -175,14 +174,13 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads
     settings = _of_trainer(module, trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
     longest, source = _bound(data, "max_tokens", module if reads_models else None)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
-    share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
     return PlannedRun(
         **settings,
         prompts=size,
         group_size=rows,
         num_minibatches=1,
         update_epochs=1,
-        microbatch_tokens=share * longest,
+        microbatch_tokens=longest,
         prompt_tokens=longest,
         new_tokens=0,
         longest=longest,
@@ -236,6 +234,9 @@ def _of_trainer(
         "num_replicas": strategy.num_replicas if is_split else 1,
         "ep": strategy.ep if is_split else 1,
         "offloads": strategy.offload_to_cpu if is_split and strategy.root_device.type != "cpu" else (),
+        "num_nodes": trainer.num_nodes,
+        "gpus_per_node": trainer.num_devices if trainer.num_nodes > 1 else max(NODE_RANKS, trainer.num_devices),
+        "stages_per_rank": strategy.stages_per_rank if is_3d else 1,
         "refusal": _refusals(module, strategy, precision),
     }
 
@@ -243,10 +244,13 @@ def _of_trainer(
 def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRun], str | None]:
     """Returns a function that asks the strategies whether they accept a run's sizes."""
     compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
+    is_3d, stages = isinstance(strategy, Parallel3DStrategy), dict[str, Any]()
+    if is_3d:
+        stages = {"schedule": strategy.schedule, "stages_per_rank": strategy.stages_per_rank}
 
     @functools.cache
     def refusal(layout: str, world: int, pp: int, tp: int, **options: Any) -> str | None:
-        other: Any = Parallel3DStrategy(pp=pp, tp=tp) if layout == "3D" else FSDP2Strategy(**options)
+        other: Any = Parallel3DStrategy(pp=pp, tp=tp, **stages) if layout == "3D" else FSDP2Strategy(**options)
         other.parallel_devices, other.num_nodes = [strategy.root_device] * world, 1
         other.precision_plugin = _precision(precision)
         try:
