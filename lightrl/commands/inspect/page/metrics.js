@@ -66,6 +66,7 @@ const METRICS = {
   "policy/kl_teacher_nats": ["nats per token", "KL to the teacher, on the policy's own tokens (`Distillation`)", "falls", "raise `lr`; check that both have one tokenizer"],
   "policy/teacher_divergence_nats": ["nats per token", "divergence over the teacher's top-k tokens", "falls", "as above"],
   "policy/teacher_rest_fraction": ["fraction", "the teacher's probability outside its top k", "small", "raise `teacher_topk`"],
+  "policy/behavior_rest_fraction": ["fraction", "the sampler's probability outside its top k (`score_centering`)", "small", "raise `sampling.topk_logprobs`"],
   "critic/loss": ["–", "the value loss that is minimized", "falls, then settles", "lower the critic's `lr`"],
   "critic/value": ["returns, normalized if `value_normalization` is set", "mean value of the update's tokens", "follows `critic/return`", "as for `critic/explained_variance`"],
   "critic/max_move": ["as `critic/value`", "largest change of a value within the iteration", "of the size of the returns or smaller", "lower the critic's `lr`"],
