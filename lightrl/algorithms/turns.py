@@ -36,9 +36,9 @@ class GiGPO(GRPO):
     A turn's return is its reward plus the discounted rewards of later turns. It is compared with the returns of the
     turns, in trajectories of the same prompt, before which the environment showed the same observation (`state`): what
     the policy did there differs, what it knew of the environment does not. A turn that no other resembles gets only the
-    trajectory's advantage. `step_groups: turn` compares turns with the same index; with `episode_weight: 0`, these are
-    plain returns over turns. The rewards of turns come from `MultiTurn`, with its `discount` at 1, and
-    `lightrl.rewards.environment_reward`.
+    trajectory's advantage, as do tokens of no turn, for example of another source. `step_groups: turn` compares turns
+    with the same index; with `episode_weight: 0`, these are plain returns over turns. The rewards of turns come from
+    `MultiTurn`, with its `discount` at 1, and `lightrl.rewards.environment_reward`.
 
     Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper's observations are texts of the environment;
     here the tokens between two turns are compared, so a template that numbers the turns separates them.
@@ -103,7 +103,7 @@ class GiGPO(GRPO):
         steps = group_advantages(returns, groups, std=std, leave_one_out=self.leave_one_out)
         episodes = self.episode_weight * super().advantages(experience)[:, None]
         by_token = self.step_weight * steps[place.clamp(min=0)].to(episodes.dtype)
-        return torch.where(experience["loss_mask"] & in_turn, episodes + by_token, 0.0)
+        return torch.where(experience["loss_mask"], episodes + torch.where(in_turn, by_token, 0.0), 0.0)
 
 
 def _check_discount(discount: float) -> None:

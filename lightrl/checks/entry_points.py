@@ -13,6 +13,7 @@ ENTRY_POINTS = {
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
     "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # of trajectories of several agents
+    "agent check": "lightrl.algorithms.agents.check_agents",  # refuses what has no advantages per agent
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect

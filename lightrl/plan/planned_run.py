@@ -149,7 +149,9 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
     calls = module.data_flow(from_file=is_recorded).calls
-    sizes: Mapping[str, int] = getattr(getattr(data, "tasks", None), "group_sizes", {})
+    tasks = getattr(data, "tasks", None)
+    sizes: Mapping[str, int] = getattr(tasks, "group_sizes", {})
+    has_workflow = any(item.workflow is not None for item in (module, *(tasks or {}).values()))
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -159,8 +161,8 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         microbatch_tokens=module.microbatch_tokens,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        longest=context if module.workflow is not None else min(context, prompt_tokens + new_tokens),
-        prompt_source=source if module.workflow is None else "a workflow may fill the context",
+        longest=context if has_workflow else min(context, prompt_tokens + new_tokens),
+        prompt_source="a workflow may fill the context" if has_workflow else source,
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,

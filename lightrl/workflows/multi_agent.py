@@ -9,6 +9,7 @@ tokens of the trajectory: the agents' conversations one after another, as a tree
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -35,11 +36,13 @@ from lightrl.workflows.workflow import Generate, Workflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 Move: TypeAlias = tuple[str, Observation]  # the agent whose turn it is, and what it reads first
 Rewards: TypeAlias = Mapping[str, float]  # agent → reward, added to that agent's latest turn
 
-# Generates a turn of an older version: (session, number of the turn, token ids, maximum number of new tokens).
-Opponent = Callable[[str, int, list[int], int], Awaitable[Completion]]
+# Generates an older version's turn: (prompt, session, number of the turn, token ids, maximum number of new tokens).
+Opponent = Callable[[Prompt, str, int, list[int], int], Awaitable[Completion]]
 
 
 class AgentEnvironment(Environment):
@@ -92,6 +95,7 @@ class MultiAgent(Workflow):
         step_timeout_s: deadline of one call to the environment.
     """
 
+    has_agents = True  # the algorithm needs a baseline for each
     own_timeout_s = None  # step_timeout_s bounds each call to the environment
 
     def __init__(
@@ -133,7 +137,10 @@ class MultiAgent(Workflow):
                 raise RolloutError(f"The episode of {prompt.id!r} exceeded time_limit_s={self.time_limit_s:g}.")
             return playing.result()
         finally:
-            await call_environment(environment, "close", timeout_s=self.step_timeout_s)
+            try:
+                await call_environment(environment, "close", timeout_s=self.step_timeout_s)
+            except RolloutError as error:
+                log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
@@ -165,9 +172,11 @@ class MultiAgent(Workflow):
             if (max_new := max_tokens - len(token_ids)) <= 0:
                 break
             if seat.is_opponent and self.opponent is not None:
-                completion = await self.opponent(session, turn, token_ids, max_new)
+                completion = await self.opponent(prompt, session, turn, token_ids, max_new)
             else:
                 completion = await generate(token_ids, max_new_tokens=max_new, images=conversation.images)
+            if not completion.token_ids:
+                break
             text = conversation.add_completion(completion)
             seat.rewards.append(0.0)
             if completion.finish_reason != "stop":

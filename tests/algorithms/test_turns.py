@@ -73,6 +73,17 @@ def test_a_turn_gets_its_episodes_advantage_and_that_among_turns_of_its_kind(
     assert expected.unique().numel() > 5
 
 
+def test_a_trajectory_without_turns_gets_its_episodes_advantage() -> None:
+    whole = episodes()
+    indices = whole["turn_indices"].clone()
+    indices[3:] = -1  # the second group is of a source without turns
+    module = GiGPO(tiny_spec(), reward=len, workflow=MultiTurn, advantage_std=None)
+    advantages = module.advantages(whole.with_tensors({"turn_indices": indices}))
+    assert torch.equal(advantages[:3], module.advantages(whole)[:3])
+    expected = torch.tensor([-1.0, 1.0])[:, None] * whole.loss_mask[3:]
+    torch.testing.assert_close(advantages[3:], expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
