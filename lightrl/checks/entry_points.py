@@ -14,6 +14,7 @@ ENTRY_POINTS = {
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
+    "intervals": "lightrl.commands.intervals.interval_lines",  # of pass@k, after validate and test
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine

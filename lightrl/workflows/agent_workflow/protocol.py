@@ -77,6 +77,7 @@ class AgentRequest:
     schema: JsonMapping | None = None  # the JSON schema of the answer
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
     model: str = MODEL  # the name that the agent used
+    sampling: JsonMapping = field(default_factory=dict)  # of an evaluation; a run sets an agent's
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
