@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import Digits, TinyGRPO, make_trainer, train
 from waits import comes_true
 
@@ -96,6 +96,16 @@ def test_a_resumed_run_does_not_repeat_an_evaluation(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "2.ckpt")
     train(tmp_path, max_steps=4, callbacks=[command()], ckpt_path=tmp_path / "2.ckpt")
     assert [Path(line).name for line in (tmp_path / "calls").read_text().split()] == ["2", "4"]
+
+
+def test_a_checkpoint_may_monitor_a_result_that_the_first_iteration_does_not_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TinyGRPO, "__module__", "lightrl.as_if")  # names are checked only without a user's module
+    command = shell("echo '{\"x/y\": 1}' > $LIGHTRL_RESULTS/a.json", every_n_iterations=2)
+    saving = ModelCheckpoint(tmp_path / "best", monitor="eval/x/y", every_n_train_steps=2)
+    train(tmp_path, max_steps=2, callbacks=[command, saving], enable_checkpointing=True)
+    assert saving.best_model_score == 1
 
 
 def test_results_are_those_of_lm_eval_or_plain_numbers(tmp_path: Path) -> None:
