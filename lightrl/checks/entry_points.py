@@ -16,6 +16,7 @@ ENTRY_POINTS = {
     "agent check": "lightrl.algorithms.agents.check_agents",  # refuses what has no advantages per agent
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
+    "intervals": "lightrl.commands.intervals.interval_lines",  # of pass@k, after validate and test
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine

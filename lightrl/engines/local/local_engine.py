@@ -338,9 +338,9 @@ class LocalEngine(RolloutEngine):
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
-        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+        return [0.0, *self.log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
 
-    def _log_probabilities(self, token_ids: list[int]) -> Tensor:
+    def log_probabilities(self, token_ids: list[int]) -> Tensor:
         """Returns the log probabilities [T - 1, V] of the token after each token but the last."""
         with self._started().held("score"), torch.inference_mode():
             assert self._decoder is not None

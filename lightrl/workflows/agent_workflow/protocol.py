@@ -80,6 +80,7 @@ class AgentRequest:
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
     hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
+    sampling: JsonMapping = field(default_factory=dict)  # of an evaluation; a run sets an agent's
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property

@@ -372,7 +372,7 @@ class AgentSession:
         if not stops or stop_in(len(ids)) is None:
             return completion, None
         num = bisect.bisect_left(range(1, len(ids)), True, key=lambda num: stop_in(num) is not None) + 1
-        return _cut(completion, num, "stop"), stop_in(num)
+        return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
         """Refuses a request beyond a limit of the agent; counts those that wait for the engine too."""
@@ -510,7 +510,7 @@ class AgentSession:
         if left < 1:
             used = self._num_other_tokens(encoded) + len(token_ids)
             raise self._limit_exceeded("total_tokens", used, "tokens in all its rows")
-        return completion if len(completion.token_ids) <= left else _cut(completion, left, "length")
+        return completion if len(completion.token_ids) <= left else cut_completion(completion, left, "length")
 
     def _num_tokens_left(self, encoded: EncodedRequest, conversation: Conversation) -> int:
         """Returns how many tokens the limits let the policy add to a conversation."""
@@ -526,7 +526,7 @@ class AgentSession:
         return RequestRefused(text, code="limit_exceeded")
 
 
-def _cut(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
+def cut_completion(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
     """Returns the first `num` tokens of a completion."""
     ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.weight_versions
     columns = cut(completion.columns, len(ids), 0, num)

@@ -101,6 +101,7 @@ const METRICS = {
   "reward_model/accuracy_fraction": ["fraction of pairs", "in which the chosen completion has the higher score", "rises above 0.5", "as above"],
   "reward_model/margin": ["score", "chosen − rejected", "above 0 and rising", "as above"],
   "lr-<optimizer>": ["–", "learning rate, of Lightning's `LearningRateMonitor`", "as set", ""],
+  "eval/<task>/<metric>": ["the command's", "what an `EvaluationCommand` measured after this iteration", "", "its `output.log` in the run's folder"],
   "cost/device_hours": ["h", "device hours of the run so far: time × devices (`RunCost`)", "", ""],
   "cost/trained_tokens": ["tokens", "loss tokens of all iterations so far, each once", "", ""],
   "cost/price": ["your currency", "`cost/device_hours` × `price_per_device_hour`", "as `lightrl plan --price_per_gpu_hour` predicts", "the largest `time/` metric says where the time goes"],
