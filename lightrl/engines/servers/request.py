@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.columns import SUPPORTS, TOPK_IDS, TokenArray, column_named, extended, topk_columns
+from lightrl.columns import SUPPORTS, TOPK_IDS, TOPK_LOGPROBS, TokenArray, column_named, extended, topk_columns
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
@@ -150,10 +150,11 @@ class CompletionDraft:
             num_top = self.sampling.topk_logprobs
             if num_top and answer.top is not None and len(answer.top) == len(token_ids):
                 try:
-                    columns |= (top := topk_columns(answer.top, num_top))
-                    _check_numbers(*top.values(), self.vocab_size)
+                    top: dict[str, Any] = topk_columns(answer.top, num_top)
+                    _check_numbers(top[TOPK_IDS.name], top[TOPK_LOGPROBS.name], self.vocab_size)
                 except (OverflowError, TypeError, ValueError) as error:
                     raise MalformedAnswer(f"{server} returned likely tokens with {error}.") from error
+                columns |= top
             for name, is_needed in {
                 SUPPORTS.name: self.sampling.is_truncated,
                 TOPK_IDS.name: num_top > 0,

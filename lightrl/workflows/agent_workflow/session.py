@@ -390,7 +390,7 @@ class AgentSession:
             len(rows) + len(asked) - len({each.row for each in asked} - {None})
             for asked in (pending, [*pending, encoded])
         )
-        conversations = (one.conversation for one in (*rows, *pending, encoded))
+        conversations = [row.conversation for row in rows] + [one.conversation for one in (*pending, encoded)]
         if num_then > 1 and any(map(_has_images, conversations)):
             raise RequestRefused(
                 "The trainer reads images only if all answers are in one row. Continue the conversation that has the "
