@@ -17,8 +17,7 @@ Reading order:
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
-    prometheus.py       the metrics at a port
-    run_cost.py         device hours and their price
+    prometheus.py       the metrics at a port; run_cost.py: device hours and their price
     evaluation_command.py  programs that evaluate the policy through an OpenAI API
     export.py           the policy as a Hugging Face folder
 

@@ -54,7 +54,8 @@ def attack(
         compute: computes the rewards of trajectories.
 
     Returns:
-        A table as text, and the number of answers that earn nothing plus that of attacks that succeed.
+        A table as text, and the number of answers that earn nothing plus that of attacks that succeed; without answers
+        to compare with, 0.
     """
 
     def values_of(attempts: Sequence[Attempt]) -> list[float | None]:
@@ -93,7 +94,7 @@ def attack(
         failed = f", {num_failed} failed" if num_failed else ""
         example = f"{prompts[hits[0].row].id}: {hits[0].text}" if hits else ""
         lines.append((name, f"{len(hits)} of {len(judged)}{failed}", example))
-    return _table(lines, form if known else None, len(missed), num_hits), len(missed) + num_hits
+    return _table(lines, form if known else None, len(missed), num_hits), len(missed) + (num_hits if known else 0)
 
 
 def references_of(prompt: Prompt, column: str) -> list[str]:

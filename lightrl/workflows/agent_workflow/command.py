@@ -159,8 +159,7 @@ class AgentCommand:
             is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
-            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of the first file not copied
-            problem = self.without_secrets(str(reason)).rstrip(".")
+            problem = self.without_secrets(str(error)).rstrip(".")
             raise RolloutError(f"{self.command[0]} could not be started: {problem}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion, RolloutEngine
-from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Sampling, sampling_seed
 from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
 from lightrl.workflows.agent_workflow.completion_parser import completion_parser
@@ -176,7 +175,7 @@ class PolicyAccess:
             if self.renderer.chat_template is None:
                 raise RequestRefused("The policy's tokenizer has no chat template. Send completions instead.")
             return await self._session(request).prepare(request)
-        if request.has_echo and request.wants_logprobs and not isinstance(self.engine, LocalEngine):
+        if request.has_echo and request.wants_logprobs and not self.engine.reads_prompts:
             raise RequestRefused(
                 f"{type(self.engine).__name__} does not return a prompt's most likely tokens, so echo with logprobs "
                 "needs LocalEngine. `lightrl serve --policy CHECKPOINT` has one."
@@ -264,7 +263,6 @@ class PolicyAccess:
 
     def _prompt_logprobs(self, ids: list[int]) -> tuple[list[float | None], TopLogprobs]:
         """Returns a logprob for each token but the first, at temperature 1, and beside it that of the likeliest."""
-        assert isinstance(self.engine, LocalEngine)
         if len(ids) == 1:
             return [None], [None]
         table = self.engine.log_probabilities(ids).float().cpu()  # [T - 1, V]
