@@ -79,7 +79,7 @@ LEAVES = {
     "multi-turn": Leaf("workflows/multi_turn", 905, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
-    "multi-agent": Leaf("workflows/multi_agent.py", 281, "lightrl.workflows.MultiAgent",
+    "multi-agent": Leaf("workflows/multi_agent.py", 285, "lightrl.workflows.MultiAgent",
         "workflows/test_multi_agent.py", "write-an-environment.md#several-agents"),
     "agents' advantages": Leaf("algorithms/agents.py", 90, "agent advantages",
         "algorithms/test_agents.py", "algorithms.md#several-agents"),

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 MODEL = "policy"  # the model's name in requests
 _TICK_S = 0.2
 _GRACE_S = 5.0
-_SHOWN_CHARS = 2000  # of a failed command's output
+_SHOWN_CHARS = 2000  # the end of a failed command's output
 
 
 class EvaluationFailed(Exception):
@@ -102,7 +102,7 @@ class EvaluationCommand(RLCallback):
         from lightrl.workflows.agent_workflow import serving_policy
 
         folder = root / "evaluations" / str(trainer.global_step)
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed, and now repeats the iteration
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was killed in this iteration
         folder.mkdir(parents=True)
         output = folder / "output.log"
         started_s, version = time.monotonic(), trainer.rollout.weight_version

@@ -92,7 +92,7 @@ class SelfPlay(RLCallback):
             self._save(trainer, pl_module, trainer.weight_version)
         self._choose(trainer, trainer.weight_version)
         for workflow in workflows:  # last, because an opponent needs weights
-            workflow.opponent, workflow.seat = play, seat
+            workflow.invite(play, seat)
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         if weight_version % self.every_n_iterations == 0:

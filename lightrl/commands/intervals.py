@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 _SOLVED = re.compile(r"(val|test)/(accuracy_fraction|pass_at_(\d+)_fraction)(/.*)?$")
-_Z = 1.959963984540054  # of the normal distribution: 95 % lie between -z and z
+_Z = 1.959963984540054  # 95 % of the normal distribution lie between -z and z
 
 
 def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, float]:

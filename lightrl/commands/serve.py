@@ -306,7 +306,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
         engine = _section(content, "trainer").get("engine")
         engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
-            kind = settings.get("engine")  # of an earlier file, to whose engine this one may add
+            kind = settings.get("engine")  # from an earlier file; this one may add settings to it
             if kind is None or "class_path" in engine:
                 kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
             if kind is None:

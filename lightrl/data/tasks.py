@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What applies to the prompts of one source; None uses the module's setting.
+    """The settings for the prompts of one source; None uses the module's setting.
 
     Args:
         workflow: as the module's `workflow`: the source's turns, environment, tools or agent.

@@ -29,8 +29,8 @@ from lightrl.trajectory import JsonObject
 
 _MAX_RANKS = 4096  # the largest number that is tried
 _OFFLOADS: tuple[tuple[Offloadable, ...], ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
-_RANKS = ("devices", "num_nodes")  # whose product is the number of ranks
-DEFAULT_GPU = "H100"  # whose rates rank the layouts if the kind of GPU is not known
+_RANKS = ("devices", "num_nodes")  # their product is the number of ranks
+DEFAULT_GPU = "H100"  # ranks the layouts if the kind of GPU is unknown
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
         return
 
     def of(layout: Literal["FSDP2", "3D"], pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> PlannedRun:
-        is_3d = layout == "3D"  # which neither compiles layers nor offloads
+        is_3d = layout == "3D"  # it neither compiles layers nor offloads
         roles = (replace(role, pp=pp, tp=tp, cp=cp, is_compiled=role.is_compiled and not is_3d) for role in run.roles)
         changes: JsonObject = {"offloads": (), "keeps_gathered": False} if is_3d else {}
         return replace(run, layout=layout, ep=ep, roles=tuple(roles), **changes)

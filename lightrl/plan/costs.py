@@ -41,7 +41,7 @@ class Work:
     cp: int = 1  # ranks that share the tokens of a microbatch
     ep: int = 1  # ranks that each layer's experts are divided over
     is_compiled: bool = False  # torch.compile compiles the decoder layers
-    stages: int = 1  # of a pipeline on each rank; several make Interleaved1F1B
+    stages: int = 1  # pipeline stages per rank; several make Interleaved1F1B
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Cost:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """Returns the numbers of a head's query or key, and of its value, which multi-head latent attention tells apart."""
+    """Returns the numbers of a head's query or key, and of its value, which differ in multi-head latent attention."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
     return head_size(config), head_size(config)
@@ -152,7 +152,7 @@ def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     hidden, compute = size.config.hidden_size, work.compute_bytes
     output = work.parameter_bytes if work.ep > 1 else compute  # before it is weighted
     each = compute * (hidden + 4 * layer.expert_width) + output * hidden
-    indices = 4 * _INDEX  # of the chosen experts, and of the sorted tokens
+    indices = 4 * _INDEX  # indices of the chosen experts and of the sorted tokens
     # The router keeps its probabilities and its input: no autocast, and in some families float32 (a copy of bfloat16).
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
     return int(size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))

@@ -117,7 +117,7 @@ class PlannedRun:
     refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
     num_nodes: int = 1  # with equally many ranks
     gpus_per_node: int = NODE_RANKS
-    stages_per_rank: int = 1  # of a pipeline; several make Interleaved1F1B
+    stages_per_rank: int = 1  # pipeline stages; several make Interleaved1F1B
     sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
 
     @property

@@ -69,7 +69,7 @@ class TrainerSettings:
             strategy = SimpleNamespace(root_device=all_devices[0])
         strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
         precision = str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true"))
-        strategy.precision_plugin = _precision(precision)  # which its checks of sizes read
+        strategy.precision_plugin = _precision(precision)  # its checks of sizes read it
         return cls(
             strategy=strategy,
             engine=section.get("engine"),

@@ -317,7 +317,7 @@ def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float],
     rows: Any = trajectory.prompt.fields.get(column)
     weights, texts = {}, {}
     try:
-        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # of parquet
+        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # Parquet adds them
         weights = {str(row["name"]): float(row.get("weight", 1)) for row in rows}
         texts = {str(row["name"]): str(row.get("description", "")) for row in rows}
         has_own_names = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()

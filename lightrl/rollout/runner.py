@@ -326,7 +326,7 @@ class Rewards:
     tasks: Tasks  # ends the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
-    metrics: Collection[str] = ()  # that each reward must have
+    metrics: Collection[str] = ()  # names that each reward must report
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
     _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id()
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)

@@ -43,6 +43,7 @@ Rewards: TypeAlias = Mapping[str, float]  # agent → reward, added to that agen
 
 # Generates an older version's turn: (prompt, session, number of the turn, token ids, maximum number of new tokens).
 Opponent = Callable[[Prompt, str, int, list[int], int], Awaitable[Completion]]
+Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role: (session, agents) → role or None
 
 
 class AgentEnvironment(Environment):
@@ -116,9 +117,8 @@ class MultiAgent(Workflow):
         self.time_limit_s, self.step_timeout_s = time_limit_s, step_timeout_s
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         self.template.check_template("user", [])
-        # Set by SelfPlay: `opponent` plays the role that `seat` chooses for a session, if any.
-        self.opponent: Opponent | None = None
-        self.seat: Callable[[str, Sequence[str]], str | None] | None = None
+        self._opponent: Opponent | None = None
+        self._seat: Seat | None = None
         first = self._new_environment()
         self.continues = first.keeps_state
 
@@ -126,6 +126,10 @@ class MultiAgent(Workflow):
     def check_settings(cls, **settings: Any) -> None:
         check_bounds(1, **{name: settings.get(name) for name in ("max_turns", "max_tokens")})
         check_positive(**{name: settings.get(name) for name in ("time_limit_s", "step_timeout_s")})
+
+    def invite(self, opponent: Opponent, seat: Seat) -> None:
+        """Lets `opponent` take the turns of the role that `seat` chooses for a session, if any."""
+        self._opponent, self._seat = opponent, seat
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one episode; calls to the environment have deadlines, and it is always closed."""
@@ -145,7 +149,7 @@ class MultiAgent(Workflow):
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
         session = str(getattr(getattr(generate, "generate", generate), "session", ""))  # names run, prompt and sample
-        opponent_role = None if self.seat is None else self.seat(session, environment.agents)
+        opponent_role = None if self._seat is None else self._seat(session, environment.agents)
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens
         seats: dict[str, _Seat] = {}
         is_truncated = True  # unless the environment or max_turns ends the episode
@@ -171,8 +175,8 @@ class MultiAgent(Workflow):
             token_ids, seat = list(conversation.token_ids), seats[agent]
             if (max_new := max_tokens - len(token_ids)) <= 0:
                 break
-            if seat.is_opponent and self.opponent is not None:
-                completion = await self.opponent(prompt, session, turn, token_ids, max_new)
+            if seat.is_opponent and self._opponent is not None:
+                completion = await self._opponent(prompt, session, turn, token_ids, max_new)
             else:
                 completion = await generate(token_ids, max_new_tokens=max_new, images=conversation.images)
             if not completion.token_ids:

@@ -88,7 +88,7 @@ def test_an_opponents_tokens_are_in_no_trajectory_and_it_never_asks_the_policy()
         asked.append((turn, token_ids))
         return Completion(B, [-1.0] * len(B), [7] * len(B), "stop")
 
-    made.opponent, made.seat = opponent, lambda session, roles: roles[1]
+    made.invite(opponent, lambda session, roles: roles[1])
     trajectory = played(made, engine)
     assert asked == [(1, ids_of("he: 12"))]
     assert trajectory.token_ids == [*ids_of(), *A, *ids(turn_of("she: 3")), *C]

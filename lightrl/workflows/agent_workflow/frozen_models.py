@@ -1,4 +1,4 @@
-"""FrozenModel: another model that agents use beside the policy. Its answers are not recorded and do not train."""
+"""FrozenModel: another model that agents use next to the policy. Its answers are not recorded and do not train."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from lightrl.workflows.agent_workflow.session import AgentSession, EncodedReques
 from lightrl.workflows.multi_turn import TurnRenderer
 
 _SAMPLED = "temperature top_p seed"
-_DEFAULT_TOKENS = 16  # of OpenAI's API
+_DEFAULT_TOKENS = 16  # the default of OpenAI's API
 TopLogprobs = list[dict[str, float] | None]  # per token: its text and the most likely token's → logprob
 
 
@@ -166,7 +166,7 @@ class PolicyAccess:
     def __post_init__(self) -> None:
         self.items: dict[str, JsonObject] = {}
         self.parser = completion_parser(self.renderer.tokenizer, None, None)
-        self._numbers = itertools.count()  # of completions, for their seeds
+        self._numbers = itertools.count()  # numbers the completions, for their seeds
         self._scoring = asyncio.Lock()
 
     async def prepare(self, request: AgentRequest) -> EncodedRequest | EncodedPrompts:
@@ -262,7 +262,7 @@ class PolicyAccess:
         )
 
     def _prompt_logprobs(self, ids: list[int]) -> tuple[list[float | None], TopLogprobs]:
-        """Returns a logprob for each token but the first, at temperature 1, and beside it that of the likeliest."""
+        """Returns a logprob for each token but the first, at temperature 1, and that of the most likely token."""
         if len(ids) == 1:
             return [None], [None]
         table = self.engine.log_probabilities(ids).float().cpu()  # [T - 1, V]

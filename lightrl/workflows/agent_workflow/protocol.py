@@ -34,7 +34,7 @@ _MAX_DEPTH = 100
 _MAX_CHOICES = 128  # the largest `n`, as in OpenAI's API
 _MAX_STOPS, _MAX_STOP_CHARS = 64, 1_000
 _MAX_SCHEMA_CHARS = 100_000
-_KEY_CHARS = 256  # of a message's content in its key; a longer content is hashed
+_KEY_CHARS = 256  # longest content in a message's key; longer ones are hashed
 MODEL = "policy"
 IGNORABLE = ("tool_choice", "response_format")
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
@@ -80,7 +80,7 @@ class AgentRequest:
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
     hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
-    sampling: JsonMapping = field(default_factory=dict)  # of an evaluation; a run sets an agent's
+    sampling: JsonMapping = field(default_factory=dict)  # set by evaluations; a run sets that of agents
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -122,7 +122,7 @@ class RequestPattern:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What the workflow's settings say about requests.
+    """The workflow's settings about requests.
 
     Args:
         models: the names under which agents may ask for the policy.

@@ -79,8 +79,8 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    thinking: list[str]  # of each of the policy's messages; the answer's is the last
-    answer_id: str  # of the request, with the number of the choice after the first
+    thinking: list[str]  # one text per message of the policy; the answer's is the last
+    answer_id: str  # the request's id; later choices append their number
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
     num_row_tokens: int  # all tokens; 0 if it does not train, or a longer conversation that trains continues it
@@ -385,7 +385,7 @@ class AgentSession:
         self._check_limit("total_tokens", num_tokens, "tokens in all its rows")
         pending = [each for each in self._pending.values() if self.rules.trains(each.request)]
         rows = [one for one in self._snapshots if one.num_row_tokens]
-        # Of requests that continue the same row, all but one add another.
+        # The first request that continues a row extends it; each further one adds a row.
         num_rows, num_then = (
             len(rows) + len(asked) - len({each.row for each in asked} - {None})
             for asked in (pending, [*pending, encoded])
