@@ -330,11 +330,10 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Returns rank 0's settings on every rank. Other ranks get no filter or curriculum; only rank 0 uses these."""
+    """Returns rank 0's settings on every rank, without its filter, curriculum and metrics, which only rank 0 uses."""
     plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
     plain = ranks.broadcast_json(plain)
-    others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
-    return dataclasses.replace(settings, **{**plain, **others})
+    return dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)
 
 
 def devices_text(trainer: RLTrainer) -> str:
