@@ -74,11 +74,11 @@ def guards() -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    before = guards()  # of other tests' sandboxes, which have not been collected yet
+    before, folders = guards(), own_folders()  # of other tests' sandboxes, which have not been collected yet
     yield
     while workspaces:  # as the controller does it when the rewards are there
         delete_workspace(workspaces.pop())
-    assert comes_true(lambda: not own_folders())
+    assert comes_true(lambda: not set(own_folders()) - set(folders))
     assert comes_true(lambda: not [guard for guard in guards() if guard not in before])
 
 

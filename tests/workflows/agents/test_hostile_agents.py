@@ -24,7 +24,13 @@ from lightrl.rewards.sandbox.guard import network
 from lightrl.rewards.sandbox.guard.network import Proxy, split_host
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentLimits
-from lightrl.workflows.agent_workflow.command import AgentCommand, check_command, delete_workspace, run_under_guard
+from lightrl.workflows.agent_workflow.command import (
+    AgentCommand,
+    AgentFailed,
+    check_command,
+    delete_workspace,
+    run_under_guard,
+)
 
 TASK = Prompt("a", messages=[{"role": "user", "content": "6*7?"}])
 TRY = """
@@ -46,7 +52,11 @@ def command_of(program: str, *arguments: str, **settings: Any) -> AgentCommand:
 def run(command: AgentCommand, prompt: Prompt = TASK) -> str:
     with socket.create_server(("127.0.0.1", 0)) as endpoint:
         url = f"http://127.0.0.1:{endpoint.getsockname()[1]}/v1"
-        result = asyncio.run(command.run(prompt, url, "key"))
+        try:
+            result = asyncio.run(command.run(prompt, url, "key"))
+        except AgentFailed as error:
+            delete_workspace(error.result.workspace)
+            raise
     delete_workspace(result.workspace)
     return result.output
 
