@@ -181,8 +181,9 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
 
     class Measure(lightrl.RLCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            policy = pl_module.parallel_models["policy"]
-            policy.layouts = policy.layouts if shares_prefixes else {}
+            if not shares_prefixes:
+                policy = pl_module.parallel_models["policy"]
+                policy.can_mask = policy.packs_prefixes = False
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             turnstile.pass_through()
