@@ -4,7 +4,7 @@ from typing import Any
 
 
 def digits(split: str, *, copies: int = 8) -> list[dict[str, Any]]:
-    """Returns a row for each secret digit, all with the same prompt; in the train split, `copies` of each row."""
+    """Returns one row for each secret digit (`copies` in the train split), all with the same prompt."""
     return [
         {"question": ":", "secret": secret} for _ in range(copies if split == "train" else 1) for secret in range(10)
     ]

@@ -20,7 +20,7 @@ class RunningBaseline(lightrl.GRPO):
 
     Args:
         decay: how much of the old mean each visit keeps, 0 to 1.
-        kwargs: those of GRPO.
+        kwargs: passed to GRPO.
     """
 
     reads_prompts = True  # sets self.prompts before `advantages`, on every rank
@@ -31,7 +31,7 @@ class RunningBaseline(lightrl.GRPO):
         self.means: dict[str, float] = {}  # prompt id → running mean
 
     def advantages(self, experience: lightrl.Experience) -> torch.Tensor:
-        rewards = self.shaped_rewards(experience)  # [B], of all ranks
+        rewards = self.shaped_rewards(experience)  # [B], on all ranks
         rewards_by_prompt: dict[str, list[float]] = {}
         for prompt, reward in zip(self.prompts, rewards.tolist(), strict=True):
             rewards_by_prompt.setdefault(prompt.id, []).append(reward)

@@ -1,4 +1,4 @@
-"""Preference pairs for the quickstart's task: the right digit is chosen over a wrong one."""
+"""Preference pairs for the quickstart's task: the right digit is chosen, a wrong one rejected."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class DigitPairs(PreferenceDataModule):
 
 
 def wrong_digit(prompt: str) -> str:
-    """Returns a random digit of the prompt below its largest; if all are equal, the digit before it."""
+    """Returns a random digit of the prompt below the largest; if all are equal, the largest - 1 (9 for 0)."""
     largest = max(prompt[:4])
     others = [digit for digit in prompt[:4] if digit != largest]
     return others[int(chance(prompt + "?") * len(others))] if others else str((int(largest) + 9) % 10)

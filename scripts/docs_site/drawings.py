@@ -318,8 +318,8 @@ def memory() -> Drawing:
         drawing.note(290 + 170 * index, 24, phase)
     kept = ("weights, moments",) * 4
     work = ("", "+ activations of a forward", "+ gradients, activations", "+ a bucket of weights")
-    served = (*("engine weights, key-values",) * 3, "engine weights + bucket")
-    colocated = ("engine weights, key-values", *("weights, moments",) * 2, "engine weights + bucket")
+    served = (*("engine weights, KV cache",) * 3, "engine weights + bucket")
+    colocated = ("engine weights, KV cache", *("weights, moments",) * 2, "engine weights + bucket")
     shared = ("+ weights", *work[1:3], "+ weights")
     offloaded = ("weights", "weights", "weights, moments", "weights")
     rows = (
