@@ -70,7 +70,7 @@ def test_memory_on_paper_is_that_of_the_plan_and_a_warning_where_no_config_tells
     module = GRPO(tiny_spec(), reward=len, sampling=Sampling(max_new_tokens=4))
     (finding,) = memory_on_paper(module, trainer, data)
     total = bytes_text(rank_memories(planned_run(module, trainer, data))[0].total)
-    assert (finding.status, finding.text) == ("ok", f"Memory of a rank, on paper: {total}.")
+    assert (finding.status, finding.text) == ("ok", f"Estimated memory per rank: {total}.")
     (finding,) = memory_on_paper(GRPO(ModelSpec(path=str(tmp_path)), reward=len), trainer, data)
     assert finding.status == "warning"
     assert finding.text.startswith("Memory was not checked: ")

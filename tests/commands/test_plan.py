@@ -154,7 +154,7 @@ def test_plan_and_launch_say_the_same_of_memory(
     totals = next(line for line in out.splitlines() if line.startswith("  total  "))
     planned = re.split(r" {2,}", totals.strip())[1]  # of rank 0, which has the engine too
     assert run_launch([*arguments, "--dry-run"]) == 0
-    assert f"Memory of a rank, on paper: {planned}." in capsys.readouterr().out
+    assert f"Estimated memory per rank: {planned}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("section", [[], SECTION])
