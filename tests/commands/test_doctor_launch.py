@@ -48,7 +48,7 @@ WRONG = {  # what the second node reports → finding, and its fix
                "node3 in trainer.default_root_dir=/runs. fix: Mount one shared disk at /runs"),
     "model": ({"models": {"policy": ""}}, "fails model policy differs between nodes: /models/m 4 files abc on node1, "
               "node3; /models/m not found on node2. fix: Put /models/m on a shared folder"),
-    "clock": ({"clock_s": (-2.5, 0.001)}, "warning clocks Clocks that differ from that of node1: node2 -2.5 s."),
+    "clock": ({"clock_s": (-2.5, 0.001)}, "warning clocks Clocks that differ from node1's: node2 -2.5 s."),
     "port": ({"problems": [("ports", "node2: port 29501 cannot be opened: Address already in use.", "Stop it.")]},
              "fails ports node2: port 29501 cannot be opened: Address already in use. fix: Stop it."),
     "hangs": ({"step": "network"}, "fails nodes node2 did not finish the step 'done'. fix: Repeat with a larger "

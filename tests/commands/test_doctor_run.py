@@ -162,7 +162,7 @@ def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories(tmp
     measured = Trial(length=(100, 5, 2), iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7)
     _, run, disk = forecast(measured, str(tmp_path), logged_bytes=1.1, validation_batches=4)
     seconds, validation_s = 100 * 2 + 5 * 4 * 3, 5 * 4 * 3
-    assert f"about {duration_text(seconds)} (validation {duration_text(validation_s)} of it)" in run.text
+    assert f"about {duration_text(seconds)} (including {duration_text(validation_s)} of validation)" in run.text
     assert disk.text.endswith("the run writes about 124 B.")
 
 
