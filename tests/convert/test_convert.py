@@ -156,7 +156,7 @@ def test_sft_without_a_type_is_not_taken_for_rl():
     result = convert(areal)
     assert (result.settings["model"]["class_path"], result.settings["data"]["class_path"]) == ("SFT", "SFTDataModule")
     assert "reward" not in result.settings["model"]["init_args"]
-    assert "is not given" in result.notes["train_dataset.type"]
+    assert "is not set" in result.notes["train_dataset.type"]
 
 
 def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
