@@ -213,7 +213,7 @@ def test_memory_that_is_not_known_is_said_by_plan_and_launch(
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert str(folder) in line
     assert run([*arguments, "--gpu_memory_gb=80"]) == 2
-    assert "The memory was given, but a model cannot be read" in capsys.readouterr().err
+    assert "because a model cannot be read" in capsys.readouterr().err
     assert run_launch([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()
 

@@ -254,7 +254,7 @@ def test_a_section_that_contradicts_itself_is_refused(case):
 def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
     text = describe(plan_of(RunFacts(planned=planned(engine=SERVERS)), gpus_per_node=8, ranks=4, servers=1, tp=2))
     assert "2 of 8 GPUs stay idle." in text
-    assert "of a server's GPU: 7.6 GB" in text
+    assert "per server GPU: 7.6 GB" in text
     assert "node1:29500" in text
     assert "runs/launch-0/node1/servers-0.log" in text
 
