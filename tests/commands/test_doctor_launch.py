@@ -172,7 +172,7 @@ def test_this_machine_is_checked_and_nothing_is_left(launched, config, tmp_path,
     [
         (None, "needs a `launch:` section"),
         ({"launcher": "kubernetes", "container": "x", "ranks": 2}, "does not support launcher: kubernetes"),
-        ({"ranks": 2, "servers": 1, "gpus_per_node": 2}, "hold 0 servers"),
+        ({"ranks": 2, "servers": 1, "gpus_per_node": 2}, "has room for 0 servers"),
         ({"ranks": 2, "servers": 1, "launcher": "slurm", "options": {"array": "1-4"}}, "launch.options has array"),
     ],
 )
