@@ -163,7 +163,7 @@ def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
     file = tmp_path / "areal.yaml"
     file.write_text("actor: {path: a}\ngconfig: {n_samples: 4}\n")
     assert main(["convert", str(file)]) == 0
-    said = capsys.readouterr().err.partition("set before a run:")[2]
+    said = capsys.readouterr().err.partition("set these before a run:")[2]
     assert said.split() == ["data.train", "model.reward"]
 
 
