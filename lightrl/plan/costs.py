@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not available for tensors
 SERVED_BYTES = 2  # servers keep parameters in bfloat16
-TRAJECTORY_BYTES = 8  # per token of a trajectory; rank 0 keeps them for the whole iteration
+TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 keeps for the whole iteration
 
 _WHOLE_BYTES = 8  # of a gathered parameter and its gradient
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, and of an index
@@ -111,7 +111,7 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     key_size, value_size = head_sizes(config)
     query, key = heads * key_size, kv_heads * key_size
-    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
+    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # queries, too
     num_inputs = 3  # projections that read the layer's normalized input: q, k and v
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the input of the output projection.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and KV cache
-NODE_RANKS = 8  # GPUs per node, assumed if neither the trainer nor the launch has more
+NODE_RANKS = 8  # GPUs per node, assumed if neither the trainer nor the launch sets more
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -77,7 +77,7 @@ class PlannedRole:
 
 
 def trainer_sizing(run: PlannedRun) -> JsonObject:
-    """Returns the settings of the trainer for the run's ranks and servers, if no launch sets them."""
+    """Returns the trainer settings that give a run its ranks and servers; used if no launch sets them."""
     trainer: JsonObject = {"devices": run.world // run.num_nodes, "num_nodes": run.num_nodes}
     if run.engine is not None and run.engine.place == "servers" and run.engine.starts_servers:
         sizes = {"servers": run.engine.servers, "tp": run.engine.tp}
@@ -263,7 +263,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free during the update
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # these are freed by then
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "KV cache": key_values}

@@ -318,7 +318,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) 
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns the number of float32 numbers per token; at most, since advantages may be per trajectory instead."""
+    """Returns an upper bound on a token's float32 numbers: advantages may be per trajectory instead."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large

@@ -1,7 +1,7 @@
 """Predicts how long each phase of an iteration takes on known GPUs, and its cost, for trajectories of maximum length.
 
-Compute takes its FLOPs at MFU of the peak; decoding, its bytes at MBU of memory bandwidth; communication overlaps with
-compute, at the link's bandwidth. tests/plan/test_speed.py compares the predictions with measurements on an H200.
+Compute runs at MFU of the peak FLOP/s, and decoding at MBU of the memory bandwidth. Communication runs at the link's
+bandwidth, during the compute. tests/plan/test_speed.py compares the predictions with measurements on an H200.
 """
 
 from __future__ import annotations
