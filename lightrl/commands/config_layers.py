@@ -28,7 +28,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _MAX_NODES = 20_000  # after expanding aliases: ten lines of YAML can make a billion nodes, and one line infinitely many
 _MAX_DEPTH = 50
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; that of a setting in a file is ` (run.yaml:22)`
+ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; a setting in a file has one like ` (run.yaml:22)`
 
 
 class UsageError(Exception):
@@ -226,7 +226,7 @@ def _load_yaml(text: str) -> object:
 
 
 def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
-    """Copies settings, and makes a SettingText of each string that YAML would read as another type.
+    """Copies settings, and turns each string that YAML would read as another type into a SettingText.
 
     Args:
         in_classes: also convert the arguments of classes; False if the parser of each class converts them.
@@ -235,7 +235,7 @@ def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
 
 
 def to_plain(settings: Any) -> Any:
-    """Copies settings, and makes a plain string of each SettingText."""
+    """Copies settings, and turns each SettingText into a plain string."""
     return _map_strings(settings, str)
 
 

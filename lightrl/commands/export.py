@@ -35,7 +35,7 @@ from lightrl.strategies import load_plain, read_rest, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    State = Callable[[str], dict[str, Tensor]]  # prefix → tensors whose names have it, by the rest of the name
+    State = Callable[[str], dict[str, Tensor]]  # name prefix → its tensors, by names without the prefix
 
     from lightrl.trajectory import JsonObject
 

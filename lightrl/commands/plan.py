@@ -86,7 +86,7 @@ class PlanCLI(LaunchedCLI):
         kinds: Any = Literal[tuple(GPUS)]
         parser.add_argument("--gpu", type=kinds | None, default=None, help="kind of GPU, for the time of an iteration")
         parser.add_argument("--write", type=str | None, default=None, help="file for the best layout's settings")
-        parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost, any currency")
+        parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost; any currency")
 
     def fit(self, **kwargs: object) -> None:
         """Prints the plan instead of training."""

@@ -102,7 +102,7 @@ def serve(
         tp: number of GPUs per server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
         host: address to listen on; with the default only this machine can connect.
-        port: port of the first server; the next ports are for the other servers, then the receiver. None for any.
+        port: port of the first server; the next ports are for the other servers, then the receiver. None: any free.
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.

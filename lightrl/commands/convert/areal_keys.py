@@ -532,7 +532,7 @@ ROWS: dict[str, Rule] = {
     "rollout.request_retries": left("a request is retried at most 8 times"),
     "rollout.schedule_policy": left("SGLangEngine chooses the server of a request"),
     "rollout.check_trajectory_format": left("see docs/test-your-code.md"),
-    "rollout.pause_grace_period": left("requests stop at a token and continue in the paused server"),
+    "rollout.pause_grace_period": left("a pause keeps requests, which continue after the load"),
     # The policy
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),

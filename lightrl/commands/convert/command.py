@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """Returns the value with each reference `${other.key}` resolved, except references to missing keys and cycles."""
+    """Returns the value with each reference `${other.key}` resolved, except to missing keys and in cycles."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):

@@ -49,7 +49,7 @@ def attack(
     the reward reports `accuracy`, accuracies are compared instead.
 
     Args:
-        prompts, answers: the data's rows, and the answers that each accepts, the best first; () if it has no answer.
+        prompts, answers: the data's rows, and the answers that each accepts, the best first; () if a row has none.
         write: makes a trajectory from a prompt and a completion's text.
         compute: computes the rewards of trajectories.
 

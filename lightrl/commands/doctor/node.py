@@ -273,7 +273,7 @@ class NodeCheck:
             text = f"{name} at {self.hosts[0]}:{self.spec.port} failed: {str(error).strip().splitlines()[0]}"
             variable = "NCCL" if name == "nccl" else "GLOO"
             fix = "Open this port, or set launch.port if it is in use; open the dynamic ports between the nodes; set "
-            fix += f"{variable}_SOCKET_IFNAME in launch.environment to their network, and NCCL_DEBUG: INFO to see more."
+            fix += f"{variable}_SOCKET_IFNAME in launch.environment to the interface, and NCCL_DEBUG: INFO to see more."
             self._problem("all_reduce", text, fix)
 
     def _backends(self) -> Iterator[tuple[str, str, int]]:

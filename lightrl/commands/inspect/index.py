@@ -93,7 +93,7 @@ class TrajectoryIndex:
                             _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
-            with database:  # hides problems that repeat a failure file: per text, as many as the file has trajectories
+            with database:  # hides one problem for each row of a failure file with the same text: it is the same drop
                 database.execute("UPDATE rows SET is_hidden = 0 WHERE is_hidden")
                 database.execute(_HIDE)
             return self.num_missing

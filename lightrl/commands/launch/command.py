@@ -107,7 +107,7 @@ def plan_of(
 
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
-        is_shown: whether the plan is shown, not started; hosts not known yet are then called `node1` and so on.
+        is_shown: whether the plan is only shown; hosts not known yet are then called `node1` and so on.
         is_dry: whether nothing is started afterwards, so that this machine need not have the GPUs.
     """
     launch = Launch.of(settings["launch"])

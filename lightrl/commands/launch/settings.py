@@ -200,7 +200,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     served = [part for part in parts if part.is_served]
     trained = [part for part in parts if part.num_gpus and not part.is_served]
     if not trained:
-        raise refused("it trains nothing. For only servers use lightrl serve, for an evaluation lightrl test")
+        raise refused("it trains nothing. To run only servers, use lightrl serve; to evaluate, use lightrl test")
     if len(served) > 1:
         raise refused("lightrl supports only one group of servers")
     num_trained_groups = sum(any(part in trained for part in group) for group in groups)
