@@ -54,7 +54,7 @@ def module(**settings: Any) -> Reinforce:
         ({"max_skipped_updates": 0}, "max_skipped_updates must be >= 1, got 0"),
         ({"lr": -1e-6}, "lr must be >= 0, got -1e-06"),
         ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to below 1"),
+        ({"betas": (0.9, 1.0)}, "betas must be two numbers >= 0 and < 1"),
         ({"warmup_iterations": -1}, "warmup_iterations must be >= 0, got -1"),
         ({"lr_decay": "sine"}, "lr_decay must be constant, linear or cosine, got 'sine'"),
         ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1, got 2"),

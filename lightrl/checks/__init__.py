@@ -1,10 +1,10 @@
-"""Checks of a configuration, with errors that name the setting, and readable errors for user code and disks.
+"""Checks of a configuration, with errors that name the setting; readable errors for user code and failed writes.
 
 Reading order:
-    annotations.py  what type checkers and the parser of settings read differently
+    annotations.py  annotations that type checkers and jsonargparse read differently
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes, format strings
     user_code.py    finds functions that a configuration names; translates the exceptions of user code
-    entry_points.py leaves that the core loads by name
+    entry_points.py optional parts that the core loads by name
     files.py        why a write failed; atomic publishing and checksums; the file names that `lightrl status` reads
     printable.py    text without terminal control codes; counts and durations in words
     secret_settings.py  finds and removes secrets in settings

@@ -1,7 +1,7 @@
 """Annotations for type checkers and editors that jsonargparse must read differently.
 
-For `**kwargs` jsonargparse reads the constructors that receive them, with their defaults and docstrings; of a TypedDict
-it would know neither.
+For plain `**kwargs`, jsonargparse finds the constructors that receive them and reads their defaults and docstrings.
+With a TypedDict it would find neither.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
     from typing import Unpack as Unpack
 
-    StrOrObject: TypeAlias = str | Any  # a setting that is text in YAML, and in Python also an object
+    StrOrObject: TypeAlias = str | Any  # a setting that is a string in YAML; in Python, it may be any object
 else:
 
     class Unpack:

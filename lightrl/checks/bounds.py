@@ -16,7 +16,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
     """Accepts numbers from `low` to `high`, both included, and None.
 
     Raises:
-        ValueError: with the name of the first setting that is out of bounds or NaN.
+        ValueError: names the first setting that is out of bounds or NaN.
     """
     for name, value in settings.items():
         if value is not None and not low <= value <= high:
@@ -34,22 +34,22 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def real_number(value: Any) -> float:
-    """Converts a real number, also one of numpy or torch; raises TypeError, ValueError or RuntimeError for others."""
-    own = value.item() if hasattr(type(value), "item") else value  # numpy's text and complex numbers have a __float__
+    """Converts a real number, including numpy's and torch's; otherwise raises TypeError, ValueError or RuntimeError."""
+    own = value.item() if hasattr(type(value), "item") else value  # numpy's strings and complex numbers have __float__
     if not hasattr(type(own), "__float__"):
         raise TypeError("it is not a real number")
     return float(value)
 
 
 def check_positive(**settings: float | None) -> None:
-    """Accepts finite numbers above 0, and None; raises ValueError with the name of the first other setting."""
+    """Accepts None and finite numbers above 0; raises a ValueError that names the first setting with another value."""
     for name, value in settings.items():
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"{name} must be a finite number above 0, got {value}.")
 
 
 def check_choice(choices: Sequence[object], /, **settings: object) -> None:
-    """Raises ValueError with the name of the first setting that is not one of the choices."""
+    """Raises a ValueError that names the first setting whose value is not one of the choices."""
     for name, value in settings.items():
         if value not in choices:
             *first, last = map(str, choices)
@@ -69,7 +69,7 @@ def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Raises ValueError if a tensor does not have the shape of the first one; otherwise, it might be broadcast.
+    """Raises ValueError if a tensor's shape differs from the first one's, because torch might silently broadcast it.
 
     Args:
         tensors: each named like the caller's argument.
@@ -87,19 +87,19 @@ def check_same_shape(**tensors: Tensor) -> None:
 def check_adamw(
     *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
 ) -> None:
-    """Raises ValueError if a setting of AdamW is out of range."""
+    """Raises ValueError if an AdamW setting is out of range."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
         if value is not None and not 0 <= value < math.inf:
             raise ValueError(f"{name} must be >= 0, got {value}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas must be two numbers from 0 to below 1, such as (0.9, 0.95), got {betas}.")
+        raise ValueError(f"betas must be two numbers >= 0 and < 1, such as (0.9, 0.95), got {betas}.")
 
 
 def names_of(template: str, setting: str) -> list[str]:
     """Returns the names in a format string's braces.
 
     Raises:
-        ValueError: if the braces do not match or contain something else, as in JSON and LaTeX.
+        ValueError: if braces are unbalanced or contain something other than a name, as in JSON and LaTeX.
     """
     try:
         names = list(_names(template))
@@ -113,10 +113,10 @@ def names_of(template: str, setting: str) -> list[str]:
 
 
 def _names(template: str) -> Iterator[str]:
-    """Yields the names in braces, including those inside the format of a different field, as in `{prompt:{width}}`."""
+    """Yields the names in braces, including names within a field's format, as in `{prompt:{width}}`."""
     for _, name, field_format, conversion in string.Formatter().parse(template):
         if name is not None:
             yield name
             yield from _names(field_format or "")
         if conversion not in (None, "r", "s", "a"):
-            raise ValueError(f"there is no conversion {conversion!r}")
+            raise ValueError(f"unknown conversion {conversion!r}")

@@ -19,12 +19,12 @@ _FULL_DISK_TEXTS = ("No space left on device", "Disk quota exceeded", "inline_co
 
 
 def check_local(**path_by_setting: object) -> None:
-    """Raises ValueError if the path of a setting is a URL, which would become the name of a local folder."""
+    """Raises ValueError if a setting's path is a URL, which would otherwise become the name of a local folder."""
     for name, path in path_by_setting.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
             raise ValueError(
-                f"{name}={str(path)!r} must be a folder on this machine or a mounted one, not a URL. Copy the folder "
-                "to the URL after the run."
+                f"{name}={str(path)!r} must be a local or mounted folder, not a URL. Copy the folder to the URL "
+                "after the run."
             )
 
 
@@ -39,7 +39,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
     """Returns why `place` could not be written, as the end of a sentence.
 
     Args:
-        error: the exception; may be torch's collection of the errors of several processes.
+        error: the exception; may be torch's, which collects the errors of several processes.
         place: the file or folder. Delete a partial write first, so that its space counts as free.
         num_bytes: the size to write; None if unknown.
     """
@@ -55,7 +55,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """Returns sentences that help to find a missing file: its missing folder, similar names, or files of its kind."""
+    """Returns hints for finding a missing file: the folder that is missing, similar names, or files with its suffix."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -83,7 +83,7 @@ def _of_system(error: BaseException) -> Iterator[OSError]:
 
 
 def _links(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes; if several processes failed, only those of the first."""
+    """Yields the error and its causes; if several processes failed, follows only the first failure."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -101,7 +101,7 @@ SUMS_FILE = "sha256sums.txt"
 def publish(part: Path, place: Path) -> None:
     """Atomically renames a complete file or folder to `place`, so that `place` is never incomplete.
 
-    Syncs the names to the disk; the writers must sync the contents.
+    Syncs the folder entries to the disk; the writers must sync the files' contents.
     """
     if part.is_dir():
         _sync_names(part)
@@ -137,7 +137,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _rename(part: Path, place: Path) -> None:
-    """Renames a file or a folder to `place`, and removes what was there; in one step if the system supports that."""
+    """Renames a file or a folder to `place` and removes what was there; atomically, if the system supports that."""
     is_link = place.is_symlink()
     if not part.is_dir() and (is_link or not place.is_dir()):
         part.replace(place)
@@ -177,7 +177,7 @@ def _swap(left: Path, right: Path) -> bool:
 
 
 def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Writes the checksums of these files of a folder, or of all its files, to SUMS_FILE."""
+    """Writes the checksums of the named files in a folder, or of all its files, to SUMS_FILE."""
     names = sorted(path.name for path in folder.iterdir()) if names is None else names
     with (folder / SUMS_FILE).open("w", encoding="utf-8", errors="surrogateescape") as file:
         file.writelines(f"{_sum_of(folder / name)}  {name}\n" for name in names)
@@ -194,10 +194,10 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
     sum_by_name = {name: expected_sum for expected_sum, _, name in (line.partition("  ") for line in lines)}
     for name in sorted(set(needed) - sum_by_name.keys()):
-        raise ValueError(f"{str(sums)!r} is missing, or lacks {name}. {fix}")
+        raise ValueError(f"{str(sums)!r} is missing or does not list {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
-            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so another save left it. Remove either save.")
+            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}, so it is left over from another save. Delete one.")
     for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:

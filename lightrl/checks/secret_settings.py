@@ -1,6 +1,6 @@
 """Finds secrets in settings by their names and by a few patterns, and removes them from files that a run shares.
 
-A leak is worse than a lost setting. But `chosen_key` names a column, so for an unknown kind of key its value decides.
+A leak is worse than a lost setting. But `chosen_key` names a column, so for unknown kinds of keys the value decides.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument or a header
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a setting, header or environment variable holds a secret, by the last part of its dotted name."""
+    """Whether a setting, header or environment variable holds a secret, judged by the last part of its dotted name."""
     name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2].lstrip("-"))
     pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()
     match = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")
@@ -44,7 +44,7 @@ def without_secrets(settings: Any, instead: str | None = None) -> Any:
         texts = {name: str(value) for name, value in settings.items() if not isinstance(value, int | float | None)}
         hidden = {name for name in texts if is_secret(str(name), texts[name])}
         public = {name: instead if name in hidden else without_secrets(settings[name], instead) for name in settings}
-        # Remove the name as well: null is invalid where a mapping must hold text.
+        # Remove the name as well: null is invalid in a mapping whose values must be strings.
         return {name: value for name, value in public.items() if name not in hidden or instead is not None}
     if isinstance(settings, list | tuple):
         words = [item if isinstance(item, str) else "" for item in settings]

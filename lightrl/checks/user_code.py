@@ -24,8 +24,8 @@ def user_code(translate: Callable[[BaseException], Exception], *unchanged: type[
     """Replaces each error raised inside with the one that `translate` returns.
 
     Args:
-        translate: gets the exception, which may be SystemExit, but neither cancellation nor Ctrl-C.
-        unchanged: types of exceptions that are raised as they are.
+        translate: gets the exception, which may be SystemExit but not a cancellation or Ctrl-C.
+        unchanged: types of exceptions that pass through unchanged.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., An
         name: the setting's name, for messages.
 
     Raises:
-        ValueError: if it does not exist; names the wrong part of the path and similar names.
+        ValueError: if it does not exist; the message names the wrong part of the path and similar names.
     """
     if not isinstance(source, str):
         return source

@@ -1,7 +1,7 @@
 """lightrl fit | validate | test | predict: LightningCLI with lightrl's Trainer, short class names and short errors.
 
-`model` and `data` accept any LightningModule or LightningDataModule. Its `class_path` is a short name for classes of
-lightrl and Lightning, and a dotted path for a user's classes, which may be in the working folder.
+`model` and `data` accept any LightningModule or LightningDataModule. Their `class_path` is a short name for classes of
+lightrl and Lightning, or a dotted path for a user's classes, which may be in the working folder.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class LightRLCLI(LightningCLI):
         return super().init_parser(dump_header=[f"lightrl=={lightrl.__version__}"], **kwargs)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]  # Lightning calls it on this object
-        """Returns only the command to run, since all four parsers take longer to build than the settings to parse."""
+        """Returns only the command to run, since building all four parsers takes longer than parsing the settings."""
         commands = LightningCLI.subcommands()
         commands["predict"].add("return_predictions")  # not a setting: predictions always go to a file
         return {self._command: commands[self._command]}
@@ -193,7 +193,7 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Defers building `optimizer` and `lr_scheduler`, since an RLModule creates its parameters late."""
+        """Reports unused settings; defers building `optimizer`, since an RLModule creates its parameters late."""
         parsed = self.config[self.config.subcommand]
         self.trainer.settings = _plain(without_secrets(parsed).as_dict())
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)

@@ -95,7 +95,7 @@ class Keys:
         return keys
 
     @classmethod
-    @functools.cache  # flags with one class in common ask for it again
+    @functools.cache  # several flags may need the same class
     def of_class(cls, kind: type) -> Keys:
         parser = ArgumentParser(exit_on_error=False)
         parser.add_class_arguments(kind, fail_untyped=False, sub_configs=True)
@@ -125,7 +125,7 @@ def type_of_setting(path: str, keys: Keys, settings: object, above: str = "") ->
     first, _, below = path.partition(".")
     place = f"{above}{first}"
     if first not in keys:
-        raise UsageError(f"{place} is not a setting. lightrl fit --help shows all.")
+        raise UsageError(f"{place} is not a setting. lightrl fit --help lists all settings.")
     here = settings.get(first) if isinstance(settings, dict) else None
     if first in keys.groups and below:
         return type_of_setting(below, keys.groups[first], here, f"{place}.")
@@ -166,7 +166,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return super().parse_object(obj, namespace, *rest, **options)
 
     def _merge_earlier(self, name: str, value: Any, earlier: Any) -> Any:
-        """Returns the value. An earlier string to which it adds settings becomes the first field of a data class."""
+        """Returns the value; if it adds settings to an earlier string, that becomes the first field of a data class."""
         kinds, added = classes_in(self._type(name)), value
         if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
             first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
@@ -192,7 +192,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return marked
 
     def _value(self, path: str, typed: str, earlier: Any) -> object:
-        """Returns a flag's value; if it is a plain string, jsonargparse reads it as YAML."""
+        """Returns a Flag for a class's parser, a string setting's text, or `typed` for jsonargparse to read as YAML."""
         name = path
         while f"--{name}" not in self._option_string_actions and "." in name:
             name = name.rpartition(".")[0]
@@ -384,7 +384,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
-    """Returns `value`; a string in it to which `added` adds settings becomes the first field of its data class."""
+    """Returns `value`, in which each string that `added` adds settings to becomes the first field of its data class."""
     added = _items(_items(added).get("init_args", added))
     if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
         return value

@@ -28,7 +28,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _MAX_NODES = 20_000  # after expanding aliases: ten lines of YAML can make a billion nodes, and one line infinitely many
 _MAX_DEPTH = 50
 CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
-ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; that of a setting in a file is ` (run.yaml:22)`
+ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; a setting in a file has one like ` (run.yaml:22)`
 
 
 class UsageError(Exception):
@@ -95,7 +95,7 @@ class UserSettings:
                     file = self.files[value] = self.files.get(value) or _read_config(value)
                     yield file.settings, file.origins
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
-                if value == "--":  # argparse would make an empty list of it
+                if value == "--":  # argparse would turn it into an empty list
                     raise UsageError(f"{name} needs a value, got --.")
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
@@ -125,7 +125,7 @@ class UserSettings:
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, such as `model.init_args.lr (run.yaml:7)`; "" if unknown.
 
-        The first word of the error message that is a setting of a class under construction names this setting.
+        It is the first word of the error message that is a setting of a class under construction.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):
@@ -226,16 +226,16 @@ def _load_yaml(text: str) -> object:
 
 
 def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
-    """Copies settings, and makes a SettingText of each string that YAML would read as another type.
+    """Copies settings, and turns each string that YAML would read as another type into a SettingText.
 
     Args:
-        in_classes: also convert the arguments of classes; False where the parser of each class converts them.
+        in_classes: also convert the arguments of classes; False if the parser of each class converts them.
     """
     return _map_strings(settings, _setting_text, in_classes)
 
 
 def to_plain(settings: Any) -> Any:
-    """Copies settings, and makes a plain string of each SettingText."""
+    """Copies settings, and turns each SettingText into a plain string."""
     return _map_strings(settings, str)
 
 

@@ -35,7 +35,7 @@ from lightrl.strategies import load_plain, read_rest, read_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-    State = Callable[[str], dict[str, Tensor]]  # prefix of names → tensors, without it
+    State = Callable[[str], dict[str, Tensor]]  # name prefix → its tensors, by names without the prefix
 
     from lightrl.trajectory import JsonObject
 
@@ -69,7 +69,7 @@ def export_checkpoint(
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
         to: the folder to write. An earlier export there is replaced; any other content is refused.
         earlier: checkpoints of the same model, oldest first, whose weights are averaged in with this one's, in float32.
-        decay: from 0 to 1. With each next checkpoint, average = decay · average + (1 - decay) · weights. None weighs
+        decay: from 0 to 1. For each next checkpoint, average = decay · average + (1 - decay) · weights. None weighs
             all checkpoints equally.
         role: the model to export.
         tokenizer: a hub name, a folder, or the dotted path of a function; None uses the one that the checkpoint names.
@@ -88,7 +88,7 @@ def export_checkpoint(
     descriptions = parse_descriptions(meta.get("models"), checkpoint)
     if not descriptions:
         raise ValueError(
-            f"Checkpoint {str(checkpoint)!r} does not describe its models, so another release saved it. Use the "
+            f"Checkpoint {str(checkpoint)!r} does not describe its models: a different release saved it. Use the "
             "callback HuggingFaceExport instead."
         )
     if role not in descriptions:
@@ -127,7 +127,7 @@ def export_checkpoint(
 
 
 def averaged(states: Iterable[dict[str, Tensor]], decay: float | None) -> dict[str, Tensor]:
-    """Averages models' tensors by name, with one model at a time in memory, besides the float32 average.
+    """Averages models' tensors by name; only one model at a time is in memory, besides the float32 average.
 
     Raises:
         ValueError: if the models differ in names or shapes.
@@ -154,14 +154,14 @@ def _state_of(other: Path, role: str, description: ModelDescription, checkpoint:
     meta, state = _read(other)
     if parse_descriptions(meta.get("models"), other).get(role) != description:
         raise ValueError(
-            f"{str(other)!r} and {str(checkpoint)!r} cannot be averaged: they do not have the same {role}. Name "
+            f"{str(other)!r} and {str(checkpoint)!r} cannot be averaged: they do not have the same {role}. Pass "
             "checkpoints of one run, or of runs with the same model."
         )
     return state
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, State]:
-    """Returns the checkpoint's metadata, and a function that returns the weights with a prefix, which it removes."""
+    """Returns the metadata, and a function that returns the weights with a prefix in their names, which it removes."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     if checkpoint.is_dir():
@@ -277,7 +277,7 @@ def run(args: Sequence[str]) -> int:
     checkpoint = "a .ckpt file, or the folder of a sharded checkpoint; several, oldest first, are averaged"
     parser.add_argument("checkpoints", type=Path, nargs="+", metavar="CHECKPOINT", help=checkpoint)
     parser.add_argument("--to", type=Path, required=True, help="the folder; an earlier export there is replaced")
-    decay = "average = DECAY · average + (1 - DECAY) · next checkpoint; default: all count the same"
+    decay = "average = DECAY · average + (1 - DECAY) · next checkpoint; default: equal weights"
     parser.add_argument("--decay", type=float, help=decay)
     parser.add_argument("--role", default="policy", help="policy (default), critic, reward_model, ...")
     parser.add_argument("--push", metavar="REPO", help="upload the folder to the hub, with a model card; needs a token")
@@ -286,7 +286,7 @@ def run(args: Sequence[str]) -> int:
     parser.add_argument(
         "--run_code_of_checkpoint",
         action="store_true",
-        help="import and run what the checkpoint names: a model class, a tokenizer function, remote code",
+        help="import and run code that the checkpoint names: a model class, a tokenizer function, remote code",
     )
 
     def export(callbacks: Sequence[object]) -> int:

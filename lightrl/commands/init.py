@@ -1,6 +1,6 @@
 """lightrl init: writes an example into a folder, with its reward, data and YAML, ready to edit.
 
-The examples are the repository's; a wheel carries a copy of them. Imports neither torch nor Lightning.
+The examples are those in the repository; a wheel contains a copy. Imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def example_names() -> list[str]:
 
 
 def example_files(example: str) -> dict[str, str]:
-    """Returns the texts of an example's files, and of those of other examples that they name, by their new paths.
+    """Returns the texts of an example's files, and of the files of other examples that it refers to, by new path.
 
-    Python finds modules in the current folder, so the example's own lose the prefix `examples.<example>.`; those of
-    other examples, in a subfolder each, lose `examples.`.
+    Python finds modules in the current folder, so references to the example's own modules lose the prefix
+    `examples.<example>.`. Other examples get a subfolder each, so references to them lose only `examples.`.
     """
     root, names = examples_folder(), example_names()
     sources = [file for file in sorted((root / example).iterdir()) if file.suffix in _SUFFIXES]
@@ -51,7 +51,7 @@ def example_files(example: str) -> dict[str, str]:
             return match[0]
         return file if name == example else f"{name}{separator}{file}"
 
-    for source in sources:  # `renamed` appends to it
+    for source in sources:  # `renamed` appends to the list
         path = source.relative_to(root).as_posix().removeprefix(f"{example}/")
         files[path] = _REFERENCE.sub(renamed, source.read_text())
     return files
@@ -82,7 +82,7 @@ def run(args: Sequence[str]) -> int:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     texts = [text for name, text in files.items() if "/" not in name and name.endswith(".yaml")]
-    texts.sort(key=lambda text: _NOTHING not in text)  # first what runs as it is
+    texts.sort(key=lambda text: _NOTHING not in text)  # files that need nothing else come first
     lines = [f"Wrote {folder}: {', '.join(files)}. Next:", "", f"  cd {folder}"]
     for text in texts:
         needs = re.search(r"^# (Needs: .*)", text, re.MULTILINE)

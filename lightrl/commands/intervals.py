@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping
 
 _SOLVED = re.compile(r"(val|test)/(accuracy_fraction|pass_at_(\d+)_fraction)(/.*)?$")
-_Z = 1.959963984540054  # 95 % of the normal distribution lie between -z and z
+_Z = 1.959963984540054  # 95 % of the normal distribution lies between -z and z
 
 
 def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, float]:
     """Returns Wilson's score interval of a fraction of `num` independent outcomes of 0 or 1.
 
-    If outcomes are also between 0 and 1, as with a graded accuracy, their variance is smaller and the interval wider
-    than it needs to be. Source: Wilson (1927), https://doi.org/10.1080/01621459.1927.10502953.
+    If outcomes may also lie between 0 and 1, as with a graded accuracy, their variance is smaller and the interval is
+    wider than necessary. Source: Wilson (1927), https://doi.org/10.1080/01621459.1927.10502953.
     """
     center = (fraction + z**2 / (2 * num)) / (1 + z**2 / num)
     half = z / (1 + z**2 / num) * math.sqrt(fraction * (1 - fraction) / num + z**2 / (4 * num**2))
@@ -22,7 +22,7 @@ def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, fl
 
 
 def interval_lines(metrics: Mapping[str, object]) -> str:
-    """Returns a line for each pass@k among the metrics, with its 95 % interval; empty without one.
+    """Returns a line for each pass@k among the metrics, with its 95 % interval; empty if there is none.
 
     The unit is a prompt, which k completions either solve or not, so the outcomes are independent and Wilson's interval
     holds for every k. With one completion per prompt, pass@1 is the accuracy.

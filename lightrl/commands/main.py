@@ -18,7 +18,7 @@ COMMANDS = {
     "test": "evaluate a policy on the test prompts and print the metrics",
     "predict": "write the policy's trajectories on the test prompts, with rewards, to a file",
     "export": "turn a checkpoint into a Hugging Face folder",
-    "plan": "show what an iteration of a config computes and needs: models, calls, memory, batch sizes",
+    "plan": "show what an iteration computes and needs: models, calls, memory, batch sizes",
     "convert": "turn an AReaL configuration into a lightrl one, and list what has no counterpart",
     "doctor": "check a run before it starts, or its failed rewards: doctor run, launch, data, reward or replay",
     "launch": "plan a run on one machine or many, and start its ranks and servers there",
@@ -47,8 +47,8 @@ example:
   lightrl fit --config run.yaml --config laptop.yaml --trainer.max_steps 100 --model.lr 1e-5
   lightrl fit --config run.yaml --ckpt_path last
 
-Later files and settings override earlier ones. A mapping for an object, such as model.sampling, keeps its other
-settings; one with any keys, such as policy.config, server_args or launch.environment, is replaced whole, like a list;
+Later files and settings override earlier ones. An object such as model.sampling keeps its other settings. A mapping
+with arbitrary keys, such as policy.config, server_args or launch.environment, is replaced whole, like a list, but
 --model.policy.config.hidden_size 64 changes one key. LIGHTRL_DEBUG=1 shows the full traceback of every error.
 """
 

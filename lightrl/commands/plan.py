@@ -61,11 +61,11 @@ usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--gpu KIND [--price_p
 Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
 Estimates all batch sizes and the memory of each rank and server by cause. If the config has a `launch:` section, the
 plan also says where ranks and servers run. N is a GPU's memory in 1e9 bytes; the default is launch.gpu_memory_gb or the
-memory of the trainer's GPU. Then the plan says what does not fit, and lists the fastest layouts that do: of the run's
-ranks, and of the smallest number of ranks. --write FILE writes the settings of the first as YAML, for a further
---config. KIND is A100, H100, H200, B200 or L40S, by default the trainer's GPU: the plan then predicts the seconds of
-each phase, tokens per second and, with a price, the cost. Accepts the settings of lightrl fit (lightrl fit --help), but
-loads no weights and starts nothing.
+memory of the trainer's GPU. If N is known, the plan says what does not fit, and lists the fastest layouts that do, on
+the run's ranks and on the fewest ranks. --write FILE writes the settings of the first layout as YAML, to pass as
+another --config. KIND is A100, H100, H200, B200 or L40S; the default is the trainer's GPU. If it is known, the plan
+predicts the seconds of each phase, tokens per second and, with a price, the cost. Accepts the settings of lightrl fit
+(lightrl fit --help), but loads no weights and starts nothing.
 
 The exit code is 0 if the run fits or no GPU's memory is known, 1 if it does not fit, and 2 if a setting is wrong, if
 the strategy cannot split the models, or if memory was given but a model cannot be read.
@@ -73,7 +73,7 @@ the strategy cannot split the models, or if memory was given but a model cannot 
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
 _WHERE = {"generate": "engine", "train": "trainer, updated"}
-_GATHERED = "gathered: whole layers, and gradients, that a rank assembles from all ranks' shards to compute"
+_GATHERED = "gathered: the whole layers and gradients that a rank assembles from all ranks' shards to compute"
 _WIDTH, _MAX_COLUMNS = 100, 4  # maximum characters per line, and columns of numbers per table
 
 
@@ -86,7 +86,7 @@ class PlanCLI(LaunchedCLI):
         kinds: Any = Literal[tuple(GPUS)]
         parser.add_argument("--gpu", type=kinds | None, default=None, help="kind of GPU, for the time of an iteration")
         parser.add_argument("--write", type=str | None, default=None, help="file for the best layout's settings")
-        parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost, any currency")
+        parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost; any currency")
 
     def fit(self, **kwargs: object) -> None:
         """Prints the plan instead of training."""
@@ -119,7 +119,7 @@ class PlanCLI(LaunchedCLI):
         except UnknownMemory as error:
             sys.stdout.write("\n\n".join([*shown, _batches_text(self._planned(reads_models=False)), str(error)]) + "\n")
             if self._memory_gb is not None:
-                raise UsageError("The memory was given, but a model cannot be read, so nothing was checked.") from None
+                raise UsageError("gpu_memory_gb was not checked, because a model cannot be read.") from None
             return
         except ValueError:  # the strategy cannot split the models
             sys.stdout.write("\n\n".join([*shown, _batches_text(self._planned(reads_models=False))]) + "\n")
@@ -164,8 +164,8 @@ class PlanCLI(LaunchedCLI):
         settings = settings_of(best, run)
         if self.launched is None and self.config[self.config.subcommand].trainer.devices in ("auto", -1, "-1"):
             ranks = {"devices": best.world // best.num_nodes, "num_nodes": best.num_nodes}
-            settings["trainer"] = {**ranks, **settings.get("trainer", {})}  # not those of the machine that runs it
-        head = "# Settings of lightrl plan, for a further --config after the run's. Not run.\n"
+            settings["trainer"] = {**ranks, **settings.get("trainer", {})}  # `auto` would count this machine's GPUs
+        head = "# Written by lightrl plan, to pass as another --config after the run's. Not tested.\n"
         Path(path).write_text(head + yaml.safe_dump(settings, sort_keys=False))
 
     def _planned(self, *, reads_models: bool) -> PlannedRun:
@@ -174,7 +174,7 @@ class PlanCLI(LaunchedCLI):
 
     @property
     def _memory_gb(self) -> float | None:
-        """The memory of each GPU that the user gave, in 1e9 bytes."""
+        """The memory of each GPU, in 1e9 bytes, if the user set it."""
         settings = self.config_init[self.config.subcommand]
         given: float | None = settings.get("gpu_memory_gb")
         return getattr(settings.get("launch"), "gpu_memory_gb", None) if given is None else given
@@ -270,8 +270,8 @@ def time_text(run: PlannedRun, kind: str, time: PlannedTime, price: float | None
     peaks = (f"{gpu.flops_per_s / 1e12:g} TFLOP/s", f"{gpu.bytes_per_s / 1e12:g} TB/s")
     rates = ", ".join([*peaks, f"link {gpu.link_bytes_per_s / 1e9:g} GB/s"])
     assumed = "assumed: bfloat16, a model of 0.5e9 parameters or more, every trajectory of maximum length, rewards and "
-    assumed += "environments in no time"
-    title = f"time of an {unit} on {kind} ({rates}), on paper; {assumed}"
+    assumed += "environments that take no time"
+    title = f"time of an {unit} on {kind} ({rates}), estimated; {assumed}"
     return _titled("\n  ".join(textwrap.wrap(title, _WIDTH)), rows, right=(1,))
 
 
@@ -291,7 +291,7 @@ def _roles_text(run: PlannedRun) -> str:
 def _memory_text(run: PlannedRun) -> str:
     memories = rank_memories(run)
     blocks = []
-    for place, name in (("device", "memory of a rank's device"), ("host", "memory of a rank in the host")):
+    for place, name in (("device", "memory of a rank's device"), ("host", "host memory of a rank")):
         used = [getattr(memory, place) for memory in memories]
         causes = list(dict.fromkeys(cause for parts in used for cause in parts))
         if not causes:
@@ -301,7 +301,7 @@ def _memory_text(run: PlannedRun) -> str:
         rows.append(("total", *(bytes_text(sum(parts.values())) for parts in used)))
         if len(memories) > _MAX_COLUMNS:  # leave out the last ranks
             rows = [(*row[:_MAX_COLUMNS], "" if index else "…") for index, row in enumerate(rows)]
-        blocks.append(_titled(f"{name}, on paper", rows, right=range(1, len(memories) + 1)))
+        blocks.append(_titled(f"{name}, estimated", rows, right=range(1, len(memories) + 1)))
         if any(parts.get("gathered") for parts in used):
             blocks[-1] += f"\n  {_GATHERED}"
     return "\n\n".join(blocks)
@@ -317,7 +317,7 @@ def _engine_text(run: PlannedRun, device_bytes: float | None) -> str:
     where = device_texts.get(engine.place, f"servers: {engine.servers}, tp {engine.tp}")
     rows = [
         ("weights", bytes_text(weights), f"{run.roles[0].parameters:,} parameters of {engine.width} bytes"),
-        ("key-values", bytes_text(key_values), f"{num:,} concurrent trajectories of {run.longest:,} tokens"),
+        ("KV cache", bytes_text(key_values), f"{num:,} concurrent trajectories of {run.longest:,} tokens"),
         ("one trajectory", bytes_text(engine_memory(run, engine, rows=1)[1]), f"of {run.longest:,} tokens"),
         *_waiting_rows(run, device_bytes),
         ("sent per iteration", bytes_text(weights * engine.tp * engine.servers), "whole weights, to all servers"),
@@ -326,10 +326,10 @@ def _engine_text(run: PlannedRun, device_bytes: float | None) -> str:
 
 
 def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> str:
-    """Lists layouts that fit with what they need, and the settings that choose them."""
+    """Lists the layouts that fit, what they need, and the settings that choose them."""
     if not found:
         return "layouts that fit: none"
-    by = f"by the rates of the {kind}" if kind else f"assuming {DEFAULT_GPU}s, since --gpu is not set"
+    by = f"estimated for the {kind or f'{DEFAULT_GPU}, since --gpu is not set'}"
     rows = [("ranks", "servers", "memory", "sent per update", "iteration", "settings to change")]
     for choice in found:
         engine = choice.run.engine
@@ -339,18 +339,18 @@ def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> 
         text = settings_text(replace(choice.run, engine=run.engine), run) or "none"
         text = re.sub(r"trainer\.strategy's (\w+) to ", r"\1 ", text).replace(" and ", ", ")
         rows.append((f"{choice.run.world:,}", servers, bytes_text(choice.memory), sent, seconds, text))
-    return _titled(f"layouts that fit, the fastest first, {by}", rows, right=(0, 2, 3, 4))
+    return _titled(f"layouts that fit, fastest first, {by}", rows, right=(0, 2, 3, 4))
 
 
 def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str, str, str]]:
-    """Returns a table row if a server's memory does not hold the key-values of all its trajectories."""
+    """Returns a table row if the KV cache of all of a server's trajectories does not fit into its memory."""
     engine = run.engine
     if engine is None or engine.place != "servers" or device_bytes is None:
         return []
     num, total = decoding_rows(run, engine, device_bytes), rows_of(run, engine)
     how = f"generation takes up to {math.ceil(total / num)} times as long"
     fix = "Increase servers or tp, or lower max_new_tokens."
-    text = f"of {total:,} trajectories of maximum length fit a server; the others wait, so {how}. {fix}"
+    text = f"of {total:,} trajectories of maximum length fit into a server; the others wait, so {how}. {fix}"
     return [("run at once", f"{num:,}", text)] if num < total else []
 
 
@@ -363,7 +363,7 @@ def _fit_text(run: PlannedRun, device_bytes: float | None, misfit_list: Sequence
         for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     ]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
-    waiting = "; servers run some trajectories later, see the engine" if _waiting_rows(run, device_bytes) else ""
+    waiting = "; some trajectories wait for others, see the engine" if _waiting_rows(run, device_bytes) else ""
     return "\n".join(["does not fit", *lines]) if lines else f"fits: {of} on each device{waiting}"
 
 
@@ -384,7 +384,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Does the same as `batch_rows` for a run that trains on data, without rollouts."""
+    """Does what `batch_rows` does, for a run that trains on data, without rollouts."""
     rows, dp, name = run.trajectories, run.roles[0].dp, "pairs" if run.group_size == 2 else "chats"
     numbers = [
         (f"{name} per batch", run.prompts or 1, "data.batch_size" if run.prompts else "not stated by the data: 1"),
@@ -420,7 +420,7 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
         ),
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
-        ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but one trajectory at least"),
+        ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but at least one trajectory"),
         ("microbatches per rank and update", microbatches, per_microbatch),
     ]
     return [(name, f"{number:,}", origin) for name, number, origin in rows]

@@ -95,14 +95,14 @@ def serve(
     """Starts servers and their weight receiver, prints their addresses, restarts failed ones and stops all on Ctrl-C.
 
     Args:
-        model: a model with a path is served with the weights there. A model that is only a config, or that the servers
-            quantize, has random weights until a run loads others.
+        model: a model with a path is served with its weights. A model that is only a config, or that the servers
+            quantize, has random weights until a run loads its own.
         engine: the kind of server, `sglang` or `vllm`.
         servers: number of servers.
         tp: number of GPUs per server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
         host: address to listen on; with the default only this machine can connect.
-        port: port of the first server; the next ones are for the other servers, then the receiver. By default any.
+        port: port of the first server; the next ports are for the other servers, then the receiver. None: any free.
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.
@@ -155,7 +155,7 @@ async def _keep_all(servers: Sequence[ServerProcess], receiver: ServerProcess, u
     keepers = [asyncio.ensure_future(keep(process)) for process in (*servers, receiver)]
     while not until.is_set():
         given_up, _ = await asyncio.wait(keepers[:-1], timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-        if given_up:  # a server: the receiver may fail, since most runs do not need it
+        if given_up:  # only servers: the receiver may fail, since most runs do not need it
             raise EngineError(given_up.pop().result())
 
 
@@ -198,16 +198,16 @@ def serve_policy(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Serves a policy's completions and chats, with logprobs, as an OpenAI API, and stops on Ctrl-C.
+    """Serves a policy through an OpenAI API, for completions and chats with logprobs, until Ctrl-C.
 
-    LocalEngine generates in this process. For servers, export the checkpoint, and run `lightrl serve --model FOLDER`.
+    LocalEngine generates in this process. To use servers, export the checkpoint and run `lightrl serve --model FOLDER`.
 
     Args:
         policy: a checkpoint, an exported folder, a hub name, or the YAML of a run, whose untrained policy is served.
         host: address to listen on; with the default only this machine can connect.
-        port: 0 for any.
-        token: what requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
-        until: an event that ends it; if None, only Ctrl-C and SIGTERM do.
+        port: 0 for any free port.
+        token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
+        until: an event that stops the server; if None, only Ctrl-C and SIGTERM do.
         write: called with the text to print.
 
     Raises:
@@ -244,7 +244,7 @@ def serve_policy(
 
 
 def _spec_of_policy(policy: str, exported: Path) -> ModelSpec:
-    """Returns the policy of a run's YAML, a folder or a hub name; exports that of a checkpoint first."""
+    """Returns the policy of a run's YAML, a folder or a hub name; exports a checkpoint first."""
     from lightrl.commands.export import export_checkpoint
 
     path = Path(policy)
@@ -296,7 +296,7 @@ def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
 
 
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Returns the policy and engine settings of run configs; later ones add to them, `engine_flag` sets the engine."""
+    """Merges the policy and engine settings of run configs, later ones last; `engine_flag` overrides their engine."""
     merged = UserSettings.read([word for config in configs for word in ("--config", config)])
     policy = _section(merged, "model", "init_args").get("policy")
     settings: dict[str, Any] = {}
@@ -326,7 +326,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
     settings["server_args"] = server_args.pop(chosen, None)
     for other, names in server_args.items():
         if names:
-            log.warning("Ignored server_args of %s, since the servers are %s: %s.", other, chosen, ", ".join(names))
+            log.warning("Ignored server_args for %s, because the servers run %s: %s.", other, chosen, ", ".join(names))
     return policy, settings
 
 
@@ -392,7 +392,7 @@ def parse_policy(args: Sequence[str]) -> dict[str, Any]:
     )
     parser.add_argument("--policy", required=True, help="a checkpoint, an exported folder, a hub name or a run's YAML")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=0, help="0, the default, for any")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, for any free port")
     parser.add_argument("--token_file", type=Path, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or random")
     values = vars(parser.parse_args(list(args)))
     token = _token_of(values.pop("token_file"))

@@ -1,4 +1,4 @@
-"""Help for a command and for any setting, such as `--model.sampling.help`. A leaf, called through its entry point."""
+"""Help for a command or any setting, such as `--model.sampling.help`. Optional: called through its entry point."""
 
 from __future__ import annotations
 

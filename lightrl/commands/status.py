@@ -71,7 +71,7 @@ def _freshness(status: JsonMapping, now: float) -> str:
     if is_here and not Path(f"/proc/{status['pid']}").exists() and Path("/proc/self").exists():
         return f"{age}; its process {status['pid']} is gone"
     is_silent = now - status["at"] > _SILENT_S
-    return f"{age}; process {status['pid']} on {status['host']}" + (", silent since" if is_silent else "")
+    return f"{age}; process {status['pid']} on {status['host']}" + (", silent since then" if is_silent else "")
 
 
 def _launch_lines(path: Path) -> Iterator[tuple[str, str]]:

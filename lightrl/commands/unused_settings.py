@@ -1,4 +1,4 @@
-"""Reports user settings that have no effect. A leaf: `lightrl fit` calls it through its entry point."""
+"""Reports user settings that have no effect. Optional: `lightrl fit` calls it through its entry point."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Estimates what a run needs: memory of its ranks and servers, communication, batch sizes. A leaf.
+"""Estimates what a run needs: memory of its ranks and servers, communication, batch sizes. An optional part.
 
 Reading order:
-    sizes.py        a model's size: what its decoder layers have, counted in the model without memory
+    sizes.py        a model's size: parameters and widths of its decoder layers, counted on the meta device
     costs.py        a strategy's costs, from a model's size
     memory.py       the memory of a run's ranks and servers
-    speed.py        the time of an iteration by phase, and its cost, on known GPUs
-    advice.py       the layouts with which a run fits, and the settings to change if its memory is too small
+    speed.py        the time of each phase of an iteration, and the iteration's cost, on known GPUs
+    advice.py       the layouts in which a run fits, and the settings to change if it needs too much memory
     planned_run.py  makes a PlannedRun from a run's classes; in `fit`, chooses the settings that depend on GPU memory
 
 `lightrl plan`, `launch` and `doctor run` import it; `lightrl fit` uses its entry point (checks/entry_points.py).

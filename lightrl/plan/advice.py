@@ -1,6 +1,6 @@
-"""Looks for layouts with which a run fits: sizes of the strategy, settings that save memory, servers, devices.
+"""Looks for layouts in which a run fits: sizes of the strategy, settings that save memory, servers, devices.
 
-Every layout is one that its strategy accepts (`PlannedRun.refusal`). Of those that fit, the fastest comes first.
+Every layout is one that its strategy accepts (`PlannedRun.refusal`). The fastest layout that fits comes first.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from lightrl.plan.speed import GPUS, Gpu, PlannedTime, planned_time
 from lightrl.strategies.offload import Offloadable
 from lightrl.trajectory import JsonObject
 
-_MAX_RANKS = 4096  # the largest number that is tried
+_MAX_RANKS = 4096  # the largest number to try
 _OFFLOADS: tuple[tuple[Offloadable, ...], ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 _RANKS = ("devices", "num_nodes")  # their product is the number of ranks
-DEFAULT_GPU = "H100"  # ranks the layouts if the kind of GPU is unknown
+DEFAULT_GPU = "H100"  # its speed orders the layouts if the kind of GPU is unknown
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with which a run fits."""
+    """A layout in which a run fits."""
 
     run: PlannedRun
     time: PlannedTime
 
     @property
     def memory(self) -> float:
-        """Bytes of the rank that needs most memory."""
+        """Bytes of the rank that needs the most memory."""
         return max(memory.total for memory in rank_memories(self.run))
 
     @property
@@ -52,11 +52,11 @@ class Choice:
 
 
 def settings_of(run: PlannedRun, base: PlannedRun) -> JsonObject:
-    """Returns the settings that turn the run `base` into another one, as a layer of YAML."""
+    """Returns the settings that turn `base` into `run`, as a layer of YAML."""
     sizes = run.sizing(run)
     changed = _changes(sizes, base.sizing(base))
     trainer = changed.get("trainer", {})
-    if trainer.keys() & _RANKS:  # neither is left to the base's file, which may say `auto`
+    if trainer.keys() & _RANKS:  # sets both, because the base's file may have `auto`
         changed["trainer"] = {**trainer, **{name: sizes["trainer"][name] for name in _RANKS}}
     if strategy := _strategy_changes(run, base):
         changed["trainer"] = {**changed.get("trainer", {}), "strategy": strategy}
@@ -64,7 +64,7 @@ def settings_of(run: PlannedRun, base: PlannedRun) -> JsonObject:
 
 
 def settings_text(run: PlannedRun, base: PlannedRun) -> str:
-    """Names the settings that turn the run `base` into another one, with their values."""
+    """Names the settings that turn `base` into `run`, with their values."""
     flat = _paths(settings_of(run, base))
     dropped = {"trainer.engine", "trainer.devices", "trainer.num_nodes"}
     dropped |= {"trainer.strategy"} if run.layout == base.layout else set()
@@ -77,7 +77,7 @@ def settings_text(run: PlannedRun, base: PlannedRun) -> str:
 def choices(run: PlannedRun, device_bytes: float, gpu: Gpu, *, most: int = 3) -> list[Choice]:
     """Returns the fastest layouts of the run's ranks that fit a GPU's memory, at most one for each split of the model.
 
-    A tie goes to the layout that changes fewest settings.
+    A tie goes to the layout that changes the fewest settings.
     """
     best: list[tuple[float, int, PlannedRun]] = []
     for split in _splits(run):
@@ -115,7 +115,7 @@ def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
 
 
 def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
-    """Yields the run with all sizes of FSDP2Strategy or Parallel3DStrategy on its ranks."""
+    """Yields the run with each combination of sizes that FSDP2Strategy or Parallel3DStrategy can have on its ranks."""
     if any(role.mesh is not None for role in run.roles):
         yield run
         return
@@ -149,7 +149,7 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
 
 
 def _savings(run: PlannedRun, *, saves_most: bool = False) -> Iterator[PlannedRun]:
-    """Yields the run with all settings that save memory, in all combinations; or with all of them set."""
+    """Yields the run with each combination of settings that save memory, or only with all of them set."""
     flags = (True,) if saves_most else (False, True)
     if run.layout == "whole":
         yield run
@@ -171,7 +171,7 @@ def _fits(run: PlannedRun, device_bytes: float) -> bool:
 
 
 def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | None:
-    """Divides the servers' GPUs into those that generate fastest; adds GPUs, up to a node per server, if none fit."""
+    """Chooses the fastest number and tp of servers on their GPUs; if none fit, adds GPUs, up to a node per server."""
     engine = run.engine
     if engine is None or engine.place != "servers" or not engine.starts_servers:
         return Choice(run, planned_time(run, gpu, device_bytes))
@@ -212,7 +212,7 @@ def _strategy_changes(run: PlannedRun, base: PlannedRun) -> JsonObject:
 
 
 def _changes(values: Mapping[str, object], before: Mapping[str, object]) -> JsonObject:
-    """Returns the values that differ, of nested mappings those within; a class keeps its name."""
+    """Returns the values that differ, also within nested mappings; a class that differs keeps its class_path."""
     changed: JsonObject = {}
     for name, value in values.items():
         old = before.get(name)
@@ -225,7 +225,7 @@ def _changes(values: Mapping[str, object], before: Mapping[str, object]) -> Json
 
 
 def _paths(settings: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flattens settings to `trainer.strategy's ep` → 8; the name of a class that stays is left out."""
+    """Flattens nested settings to entries such as `trainer.strategy's ep` → 8 or `trainer.strategy` → its class."""
     flat: dict[str, object] = {}
     for name, value in settings.items():
         if name == "init_args" and isinstance(value, Mapping):
@@ -293,18 +293,18 @@ def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) 
         fix = (
             f"set {text}"
             if text
-            else "use servers of more GPUs each (tp)"
+            else "use servers with more GPUs each (tp)"
             if resized
             else "use a smaller model, or larger nodes"
         )
-        used = {"weights": weights, "key-values of one trajectory": key_values}
+        used = {"weights": weights, "KV cache of one trajectory": key_values}
         yield Misfit("a server's GPU", used, usable, device_bytes, fix)
 
 
 def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
     """Returns the change of settings that makes the ranks of `rank_memories(run)[index]` fit.
 
-    The first that is enough: a smaller microbatch alone, the fastest layout of the same ranks, both, more ranks.
+    Takes the first that is enough: a smaller microbatch, the fastest layout on the same ranks, both, or more ranks.
     """
     rank, usable = rank_memories(run)[index].ranks.start, USABLE_FRACTION * device_bytes
 
@@ -333,7 +333,7 @@ def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
 
 
 def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
-    """Yields a setting's name, its largest value with an effect, and a function that returns the run with a value."""
+    """Yields a setting's name, its largest useful value, and a function that returns the run with a given value."""
     engine = run.engine
     if engine is not None and engine.place == "rank 0":
         rows = rows_of(run, engine)

@@ -1,9 +1,9 @@
 """Estimates a strategy's costs from a model's size: a rank's memory, bytes sent and microbatches.
 
-`lightrl plan`, `launch` and `doctor run` use these formulas (lightrl/plan/memory.py adds a run's roles), and
+`lightrl plan`, `launch` and `doctor run` use these formulas (lightrl/plan/memory.py applies them to roles), and
 `python -m benchmarks.plan` compares layouts; training does not use them. Bytes are for one rank in one update, tokens
-for one update over all ranks. What autograd keeps is counted layer by layer, and tests/plan/test_costs.py compares it
-with a real update on fake tensors; the bytes sent are a rough estimate.
+for one update over all ranks. What autograd keeps is counted layer by layer, and tests/plan/test_costs.py compares the
+counts with a real update on fake tensors; the bytes sent are a rough estimate.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not available for tensors
 SERVED_BYTES = 2  # servers keep parameters in bfloat16
-TRAJECTORY_BYTES = 8  # per token of a trajectory; rank 0 keeps them for the whole iteration
+TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 keeps for the whole iteration
 
-_WHOLE_BYTES = 8  # a gathered parameter and its gradient
+_WHOLE_BYTES = 8  # of a gathered parameter and its gradient
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, and of an index
 
 
@@ -35,13 +35,13 @@ class Work:
     tokens: int  # of all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
-    parameter_bytes: int = 4  # also of a gradient, a moment of Adam, or a number in hidden states between layers
-    compute_bytes: int = 2  # of a number in the matrix products of layers, or in parameters that FSDP2 gathers
-    copies_weights: bool = False  # whether autocast keeps copies of them until the backward
+    parameter_bytes: int = 4  # per parameter, gradient, Adam moment, and element of the hidden states between layers
+    compute_bytes: int = 2  # per element in the layers' matrix products, and per parameter that FSDP2 gathers
+    copies_weights: bool = False  # whether autocast keeps copies of the weights until the backward
     cp: int = 1  # ranks that share the tokens of a microbatch
-    ep: int = 1  # ranks that each layer's experts are divided over
+    ep: int = 1  # ranks over which each layer's experts are divided
     is_compiled: bool = False  # torch.compile compiles the decoder layers
-    stages: int = 1  # pipeline stages per rank; several make Interleaved1F1B
+    stages: int = 1  # pipeline stages per rank; more than one means Interleaved1F1B
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Cost:
     tp: int
     num_microbatches: int  # per dp rank
     state_bytes: float  # parameters, gradients, moments
-    gathered_bytes: float  # unsharded parameters, with 3D also their gradients
+    gathered_bytes: float  # unsharded parameters; with 3D, also their gradients
     activation_bytes: float  # what autograd keeps for the layers
     logit_bytes: float  # what the head needs at the start of the backward
     sent_dp: float  # to ranks with other trajectories
-    sent_experts: float = 0.0  # the part of sent_dp that is of experts
-    sent_tp: float = 0.0  # within layers, between the ranks that share them, their tokens or their experts
+    sent_experts: float = 0.0  # the experts' part of sent_dp
+    sent_tp: float = 0.0  # within layers, between the ranks that share a layer, its tokens or its experts
     sent_pp: float = 0.0  # between stages
-    gradient_bytes: float = 0.0  # with FSDP2, unsharded: whole ones that wait, and a layer's while it is reduced
+    gradient_bytes: float = 0.0  # FSDP2's unsharded gradients: those that wait, and a layer's while they are reduced
     reduce_every_microbatch: bool = False  # the setting of FSDP2Strategy
 
     @property
@@ -75,14 +75,14 @@ class Cost:
 
 
 def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
-    """Returns the numbers of a head's query or key, and of its value, which differ in multi-head latent attention."""
+    """Returns the size of a head's query or key, and of its value; they differ in multi-head latent attention."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
     return head_size(config), head_size(config)
 
 
 def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
-    """Returns the bytes of one token in a decoder's cache, whose numbers have `width` bytes.
+    """Returns how many bytes one token takes in the KV cache, at `width` bytes per element.
 
     Multi-head latent attention caches one latent vector and one rotated key for all heads.
     """
@@ -92,17 +92,17 @@ def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
 
 
 def key_value_ranks(config: PretrainedConfig, tp: int) -> int:
-    """Returns over how many of a server's `tp` GPUs its key-values are divided; latent ones are on each."""
+    """Returns over how many of a server's `tp` GPUs its KV cache is divided; latent attention repeats it on each."""
     return 1 if getattr(config, "kv_lora_rank", None) else min(tp, int(config.num_key_value_heads))
 
 
 def experience_bytes(num_scores: int) -> int:
-    """Returns the bytes of one token with `num_scores` float32 scores in an iteration's ShardedExperience."""
+    """Returns how many bytes a token with `num_scores` float32 scores takes in an iteration's ShardedExperience."""
     return TOKEN_BYTES + _FLOAT * num_scores
 
 
 def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
-    """Returns the bytes that autograd keeps per token and layer, for Hugging Face's code and flash attention."""
+    """Returns the bytes that autograd keeps per token and layer, with Hugging Face's code and flash attention."""
     config, hidden = size.config, size.config.hidden_size
     is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
     num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
@@ -111,7 +111,7 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     key_size, value_size = head_sizes(config)
     query, key = heads * key_size, kv_heads * key_size
-    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
+    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # queries, too
     num_inputs = 3  # projections that read the layer's normalized input: q, k and v
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the input of the output projection.
@@ -119,13 +119,13 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
         num_inputs = 2
         output, ranks = heads * value_size, (latent, *filter(None, [config.q_lora_rank]))
         saved += compute * (2 * query + 2 * output) + _FLOAT * heads
-        # a latent vector's norm keeps its float32 input and its normalized input; then comes a projection's input
+        # The norm of a latent vector keeps its float32 input and its normalized input; the next projection, its input.
         saved += sum((_FLOAT + 2 * compute) * rank + _FLOAT for rank in ranks)
         exchanged = output
     else:
         saved += compute * (2 * query + 2 * key) + _FLOAT * (heads + normalizes_keys * (heads + kv_heads))
         exchanged = query + 2 * key_size * (math.lcm(kv_heads, work.cp) - kv_heads)
-    if work.cp > 1:  # also the output before its exchange, and the repeated heads of keys and values
+    if work.cp > 1:  # also the output before it is exchanged, and the repeated heads of keys and values
         saved += compute * exchanged
     if work.is_compiled and not layer.experts:
         # The layer's input, and inputs and outputs of matrix products; the backward recomputes the rest.
@@ -143,17 +143,17 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
 
 
 def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
-    """Returns the bytes that autograd keeps per token for the routed experts of a layer, as grouped matrix products.
+    """Returns the bytes that autograd keeps per token for a layer's routed experts, with grouped matrix products.
 
-    With `ep`, they are those of the tokens that a rank receives, on average as many as it sends.
+    With `ep`, a rank keeps them for the tokens that it receives, on average as many as it sends.
     """
     if not layer.experts:
         return 0
     hidden, compute = size.config.hidden_size, work.compute_bytes
-    output = work.parameter_bytes if work.ep > 1 else compute  # before it is weighted
+    output = work.parameter_bytes if work.ep > 1 else compute  # before weighting
     each = compute * (hidden + 4 * layer.expert_width) + output * hidden
     indices = 4 * _INDEX  # indices of the chosen experts and of the sorted tokens
-    # The router keeps its probabilities and its input: no autocast, and in some families float32 (a copy of bfloat16).
+    # The router keeps its probabilities and a float32 input: it skips autocast, and some families cast from bfloat16.
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
     return int(size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
 
@@ -165,7 +165,7 @@ def activation_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> 
     `peak_bytes` adds.
 
     Args:
-        share: the layers that count, as a fraction of the model's; a pipeline's first stage may hold them repeatedly.
+        share: layers to count, as a fraction of the model's; a pipeline's first stage counts each microbatch in flight.
     """
     hidden = size.config.hidden_size
     last_norm = (_FLOAT + work.parameter_bytes) * hidden
@@ -193,9 +193,9 @@ def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[floa
 
 
 def peak_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> tuple[float, float]:
-    """Returns the bytes of layers and of logits when a microbatch uses most memory.
+    """Returns the bytes of layers and of logits when a microbatch uses the most memory.
 
-    This is at the start of the backward or, if layers are checkpointed, at the start of the last layer's backward.
+    The peak is at the start of the backward or, if layers are checkpointed, at the start of the last layer's backward.
     """
     saved, working = logit_bytes(size.config, tokens, work)
     layers = activation_bytes(size, tokens, share, work)
@@ -207,8 +207,8 @@ def peak_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> tuple[
 def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
     """Estimates the cost of FSDP2Strategy, which gathers layers in the forward and backward of each microbatch.
 
-    It keeps whole gradients until the last microbatch, or reduces them after each with `reduce_every_microbatch`. With
-    `ep`, a rank gathers only its own experts, and each token's hidden state travels to its experts and back.
+    It keeps whole gradients until the last microbatch or, with `reduce_every_microbatch`, reduces them after each. With
+    `ep`, a rank gathers only its own experts, and each token's hidden state is sent to its experts and back.
     """
     config, ep = size.config, work.ep
     num = _num_microbatches(work, gpus / work.cp)
@@ -230,9 +230,9 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
         tp=1,
         num_microbatches=num,
         state_bytes=4 * work.parameter_bytes * size.parameters / gpus,
-        # The embedding and the head are gathered in their dtype. One layer is computed while the next one is gathered.
+        # The embedding and the head are gathered in their own dtype. A layer is computed while the next is gathered.
         gathered_bytes=work.compute_bytes * 2 * largest + work.parameter_bytes * size.ends,
-        # Gradients are computed in the layers' dtype, and reduced in that of the parameters.
+        # Gradients are computed in the layers' dtype and reduced in the parameters' dtype.
         gradient_bytes=waiting + (work.compute_bytes + work.parameter_bytes) * largest,
         activation_bytes=layers,
         logit_bytes=logits,
@@ -246,7 +246,7 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
 def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> Cost:
     """Estimates the cost of Parallel3DStrategy; tp communicates in every layer.
 
-    A pipeline keeps its parameters gathered over dp within an update. Without a pipeline, layers are freed after each
+    A pipeline keeps its parameters gathered over dp during an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward.
     Raises ValueError if the model cannot be split this way.
     """

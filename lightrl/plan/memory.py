@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
-_SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-NODE_RANKS = 8  # GPUs of a node, assumed if neither the trainer nor the launch says more
+_SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and KV cache
+NODE_RANKS = 8  # GPUs per node, assumed if neither the trainer nor the launch sets more
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -77,7 +77,7 @@ class PlannedRole:
 
 
 def trainer_sizing(run: PlannedRun) -> JsonObject:
-    """Returns the settings of the trainer for the run's ranks and servers, if no launch sets them."""
+    """Returns the trainer settings that give a run its ranks and servers; used if no launch sets them."""
     trainer: JsonObject = {"devices": run.world // run.num_nodes, "num_nodes": run.num_nodes}
     if run.engine is not None and run.engine.place == "servers" and run.engine.starts_servers:
         sizes = {"servers": run.engine.servers, "tp": run.engine.tp}
@@ -87,7 +87,7 @@ def trainer_sizing(run: PlannedRun) -> JsonObject:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The properties of a run that determine its memory, and those that messages about it name."""
+    """The properties of a run that determine its memory, and those that messages about memory mention."""
 
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
@@ -117,7 +117,7 @@ class PlannedRun:
     refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
     num_nodes: int = 1  # with equally many ranks
     gpus_per_node: int = NODE_RANKS
-    stages_per_rank: int = 1  # pipeline stages; several make Interleaved1F1B
+    stages_per_rank: int = 1  # pipeline stages; more than one means Interleaved1F1B
     sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
 
     @property
@@ -151,7 +151,7 @@ class PlannedRun:
 
 
 def num_nodes(world: int, gpus_per_node: int) -> int:
-    """Returns the smallest number of nodes that can have equally many of `world` ranks each."""
+    """Returns the smallest number of nodes over which `world` ranks can be divided equally."""
     return next(num for num in range(math.ceil(world / gpus_per_node), world + 1) if world % num == 0)
 
 
@@ -166,7 +166,7 @@ class RoleCost:
     activations: float
     logits: float
     sent_dp: float  # in one update, of parameters and gradients
-    sent_experts: float = 0.0  # the part of sent_dp that is of experts
+    sent_experts: float = 0.0  # the experts' part of sent_dp
     sent_near: float = 0.0  # in one update, between adjacent ranks: over tp, cp, ep or pp
     num_microbatches: int = 1
     offloaded: float = 0.0  # activations on the host, each counted once
@@ -263,27 +263,27 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # free during the update
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # these are freed by then
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
-        device |= {"engine weights": weights, "key-values": key_values}
+        device |= {"engine weights": weights, "KV cache": key_values}
     tokens = run.trajectories * run.longest
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
         host |= {"trajectories, only on rank 0": float(TRAJECTORY_BYTES * tokens)} if ranks.start == 0 else {}
     if run.max_staleness and any(role.name == "policy" for role in here):  # for WeightSync.verify
-        host["weights of older versions, to check answers"] = (run.max_staleness + 1) * costs["policy"].gradients
+        host["weights of older versions, to verify servers"] = (run.max_staleness + 1) * costs["policy"].gradients
     return RankMemory(ranks, device, host)
 
 
 def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
-    """Returns the number of trajectories that decode together in each server."""
+    """Returns the number of trajectories that each server decodes together."""
     rows = math.ceil(run.trajectories * (run.max_staleness + 1) / engine.servers)
     return rows if engine.max_rows is None else min(engine.max_rows, rows)
 
 
 def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
-    """Returns the bytes of weights and of key-values on each GPU of a server, by default for all its trajectories."""
+    """Returns the bytes of weights and of KV cache on each GPU of a server, by default for all its trajectories."""
     policy = run.roles[0]
     config = policy.config
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
@@ -294,7 +294,7 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
 
 
 def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -> int:
-    """Returns how many of a server's trajectories of maximum length its memory holds at once; the others wait."""
+    """Returns how many trajectories of maximum length fit into a server's memory at once; the others wait."""
     fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
     weights, each = engine_memory(run, engine, rows=1)
     return min(rows_of(run, engine), max(1, int((fraction * device_bytes - weights) // each)))
@@ -303,13 +303,13 @@ def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
     """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
 
-    Key-values on rank 0 count as at most a quarter of the usable memory, since further rows can wait.
+    Rank 0's KV cache counts as at most a quarter of the usable memory, since more rows can wait.
     """
     usable = USABLE_FRACTION * device_bytes
 
     def fits(changed: PlannedRun) -> bool:
         first, *others = rank_memories(changed)
-        cached = max(0.0, first.device.get("key-values", 0.0) - usable / 4)
+        cached = max(0.0, first.device.get("KV cache", 0.0) - usable / 4)
         return max(first.total - cached, *(memory.total for memory in others), 0.0) <= usable
 
     if not fits(run) and may_checkpoint:
@@ -321,23 +321,23 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
 
 
 def key_value_capacity(run: PlannedRun, device_bytes: float) -> float:
-    """Returns the bytes of rank 0's GPU that are left for an engine's key-values."""
+    """Returns how many bytes of rank 0's GPU are left for an engine's KV cache."""
     memory = rank_memories(run)[0]
-    return max(0.0, USABLE_FRACTION * device_bytes - memory.total + memory.device.get("key-values", 0.0))
+    return max(0.0, USABLE_FRACTION * device_bytes - memory.total + memory.device.get("KV cache", 0.0))
 
 
 def served_fraction(run: PlannedRun, device_bytes: float) -> float:
-    """Returns `mem_fraction_static` for SGLang on the ranks' GPUs, which hold weights and gradients meanwhile."""
+    """Returns `mem_fraction_static` for SGLang on the ranks' GPUs, which also hold the ranks' weights and gradients."""
     state_bytes = max(sum(memory.device.get(name, 0.0) for name in _STATE[:2]) for memory in rank_memories(run))
     return max(0.1, math.floor(100 * (USABLE_FRACTION - _SERVER_FRACTION - state_bytes / device_bytes)) / 100)
 
 
 def memory_line(run: PlannedRun) -> str:
-    """Describes the memory of the rank that needs most memory, and of each GPU of a server."""
-    line = f"Memory of a rank, on paper: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
+    """Describes the memory of the rank that needs the most, and of each GPU of a server."""
+    line = f"Estimated memory per rank: {bytes_text(max(memory.total for memory in rank_memories(run)))}"
     if run.engine is None or run.engine.place != "servers":
         return f"{line}."
-    return f"{line}; of a server's GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, besides its cache."
+    return f"{line}; per server GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, plus the KV cache."
 
 
 def largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
@@ -365,4 +365,4 @@ def num_devices(devices: object) -> int:
         return int(text)
     if isinstance(devices, list) or "," in text:
         return len([part for part in text.split(",") if part.strip()])
-    raise ValueError(f"lightrl launch needs a number of trainer.devices, or launch.ranks, got devices={devices!r}.")
+    raise ValueError(f"lightrl launch needs trainer.devices as a number, or launch.ranks; got devices={devices!r}.")

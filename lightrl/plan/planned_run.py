@@ -1,7 +1,7 @@
 """Makes a PlannedRun from a run's classes, with or without a Trainer, for `plan`, `launch` and `doctor`.
 
-`fit` uses it to choose the settings that depend on a GPU's memory. To count the parameters of models, it builds them
-without memory; it uses no device.
+`fit` uses it to choose the settings that depend on a GPU's memory. Models are built on the meta device to count their
+parameters; no real device is used.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class TrainerSettings:
     num_devices: int
     num_nodes: int
     accumulate_grad_batches: int
-    fit: None = field(default=None, repr=False)  # Lightning's CLI reads it
+    fit: None = field(default=None, repr=False)  # Lightning's CLI reads this attribute
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
@@ -69,7 +69,7 @@ class TrainerSettings:
             strategy = SimpleNamespace(root_device=all_devices[0])
         strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
         precision = str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true"))
-        strategy.precision_plugin = _precision(precision)  # its checks of sizes read it
+        strategy.precision_plugin = _precision(precision)  # check_sizes reads it
         return cls(
             strategy=strategy,
             engine=section.get("engine"),
@@ -92,17 +92,17 @@ def planned(module: Any, trainer: Any, data: Any, *, reads_models: bool = True) 
 
     Args:
         trainer: a Trainer, or TrainerSettings.
-        reads_models: False plans batch sizes alone, for models whose configuration cannot be read here.
+        reads_models: False plans only batch sizes, for models whose configuration cannot be read here.
 
     Raises:
-        UnknownMemory: for other modules, and if a model's configuration cannot be read here, or lacks sizes.
-        ValueError: if the models do not fit the ranks.
+        UnknownMemory: for other modules, and if a model's configuration cannot be read here or lacks sizes.
+        ValueError: if the models cannot be divided over the ranks.
     """
     if isinstance(module, RLModule):
         return planned_run(module, trainer, data, reads_models=reads_models)
     if isinstance(module, SupervisedModule):
         return planned_training(module, trainer, data, reads_models=reads_models)
-    raise UnknownMemory(f"The memory of a {type(module).__name__} is not estimated.")
+    raise UnknownMemory(f"there is no estimate for a {type(module).__name__}.")
 
 
 def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, given: Collection[str]) -> None:
@@ -114,7 +114,7 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
     may_cut = hasattr(module, "microbatch_tokens") and "microbatch_tokens" not in names
     try:
         run = planned(module, trainer, data)
-    except ValueError as error:  # the dimensions of a model are not known
+    except ValueError as error:  # for example, a model's dimensions are unknown
         log.info("%s", error)
         return
     if not can_compile(strategy.root_device.type):
@@ -200,7 +200,7 @@ def _of_trainer(
     *,
     reads_models: bool,
 ) -> dict[str, Any]:
-    """Returns the fields of a PlannedRun for strategy and models; roles in `averages` hold averaged float32 weights.
+    """Returns a PlannedRun's fields for strategy and models; roles in `averages` hold averaged float32 weights.
 
     Raises:
         ValueError: if the strategy cannot split the models.
@@ -209,7 +209,7 @@ def _of_trainer(
     if isinstance(strategy, FSDP2Strategy) and reads_models:
         try:
             strategy.check_sizes(module)
-        except OSError as error:  # it needs a configuration
+        except OSError as error:  # a model's configuration cannot be loaded
             raise UnknownMemory(error) from error
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
@@ -244,7 +244,7 @@ def _of_trainer(
 
 
 def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRun], str | None]:
-    """Returns a function that asks the strategies whether they accept a run's sizes."""
+    """Returns a function that returns why the strategy refuses a run's sizes, or None if it accepts them."""
     compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
     is_3d, stages = isinstance(strategy, Parallel3DStrategy), dict[str, Any]()
     if is_3d:
@@ -270,7 +270,7 @@ def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRu
 
 
 def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRole:
-    """Returns a role's ranks; its model is unknown."""
+    """Returns a role with its ranks, but without the size of its model."""
     is_3d, is_split = isinstance(strategy, Parallel3DStrategy), isinstance(strategy, FSDP2Strategy)
     split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
@@ -280,7 +280,7 @@ def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRol
 
 
 def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
-    """Adds a role's model, built without memory; raises UnknownMemory if its configuration cannot be read here."""
+    """Adds the size of a role's model; raises UnknownMemory if the model's configuration cannot be read here."""
     try:
         role.spec.check_reachable()
         config = role.spec.load_config()
@@ -297,7 +297,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
         raise UnknownMemory(f"{placed.name}: {error}") from error
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
     compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
-    if compiles is None:  # assumes that torch.compile works; `use_estimate` asks the GPU
+    if compiles is None:  # assumes that torch.compile works; `use_estimate` checks the GPU
         is_3d = isinstance(strategy, Parallel3DStrategy)
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
     return replace(
@@ -310,7 +310,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
 
 
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) -> tuple[int, str]:
-    """Returns the tokens of the longest prompt or row, which the model of `module` may limit, and their source."""
+    """Returns the length of the longest prompt or row, which `module`'s model may limit, and where it comes from."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     limit = None if module is None else module.max_prompt_tokens
@@ -318,7 +318,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) 
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns an upper bound on the numbers per token, since advantages may be per trajectory instead."""
+    """Returns an upper bound on a token's float32 numbers: advantages may be per trajectory instead."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large

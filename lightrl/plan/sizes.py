@@ -1,4 +1,4 @@
-"""Reads from a model without memory what its costs depend on: the parameters and widths of its decoder layers."""
+"""Measures what a model's costs depend on: the parameters and widths of its decoder layers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_
 
 @dataclass(frozen=True)
 class LayerSize:
-    """The size of each of `num` decoder layers that are alike."""
+    """The size of each of `num` identical decoder layers."""
 
     num: int
-    parameters: int  # without those of routed experts
-    width: int  # a token's intermediate numbers in the dense MLP or in the shared experts
+    parameters: int  # without routed experts
+    width: int  # intermediate size of the dense MLP or of the shared experts
     expert_parameters: int = 0  # of all routed experts together
     experts: int = 0
-    expert_width: int = 0  # a token's intermediate numbers in one routed expert
+    expert_width: int = 0  # intermediate size of one routed expert
 
     def gathered(self, ep: int = 1) -> float:
-        """Returns the parameters that a rank gathers to compute the layer: with `ep`, only its own experts."""
+        """Returns how many parameters a rank gathers to compute the layer; with `ep`, only its own experts."""
         return self.parameters + self.expert_parameters / ep
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a model; numbers of parameters unless stated otherwise."""
+    """The size of a model; the fields are numbers of parameters unless stated otherwise."""
 
     config: PretrainedConfig  # of the text model
     layers: tuple[LayerSize, ...]
@@ -43,10 +43,10 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
-        """Measures a model, which may be without memory.
+        """Measures a model, which may be on the meta device.
 
         Raises:
-            ValueError: if a mixture's config does not say how many experts a token uses.
+            ValueError: if the config of a mixture of experts does not say how many experts a token uses.
         """
         config: Any = model.config.get_text_config()
         inner = {id(part) for layer in decoder_layers(model) for part in list(layer.modules())[1:]}
@@ -56,7 +56,7 @@ class ModelSize:
         sizes = tuple(replace(size, num=num) for size, num in counts.items())
         total = sum(parameter.numel() for parameter in model.parameters())
         ends = total - round(sum(size.num * size.gathered() for size in sizes))
-        if not sizes:  # the model does not name its layers
+        if not sizes:  # the model does not list its layers' classes
             num, ends = config.num_hidden_layers, config.vocab_size * config.hidden_size
             ends *= 1 if config.tie_word_embeddings else 2
             sizes = (LayerSize(num, (total - ends) // num, config.intermediate_size),)
@@ -83,13 +83,13 @@ class ModelSize:
 
     @property
     def used_in_layers(self) -> float:
-        """The parameters in layers that a token uses."""
+        """The number of parameters in layers that each token uses."""
         experts = (layer for layer in self.layers if layer.experts)
         used = (layer.num * layer.expert_parameters * self.used / layer.experts for layer in experts)
         return self.in_layers - self.expert_parameters + sum(used)
 
     def gathered(self, ep: int = 1) -> float:
-        """Returns the parameters that a rank gathers in a forward."""
+        """Returns how many parameters a rank gathers in a forward pass."""
         return self.ends + sum(layer.num * layer.gathered(ep) for layer in self.layers)
 
     def received(self, shards: int, ep: int = 1) -> float:
@@ -98,7 +98,7 @@ class ModelSize:
         return others * (1 - 1 / shards) + self.received_experts(shards, ep)
 
     def received_experts(self, shards: int, ep: int = 1) -> float:
-        """Returns how many of these parameters are of experts."""
+        """Returns how many of the parameters counted by `received` belong to experts."""
         return self.expert_parameters / ep * max(0.0, 1 - ep / shards)
 
 
@@ -112,7 +112,7 @@ def _layer_size(layer: nn.Module, config: PretrainedConfig) -> LayerSize:
     number, routed = num_experts(block), sum(parameter.numel() for parameter in experts.parameters())
     others = [part for part in block.children() if part is not experts and part is not router_of(block)]
     shared = sum(parameter.numel() for part in others for parameter in part.parameters())
-    is_layer = block is layer  # then it has a dense MLP too
+    is_layer = block is layer  # then the layer also has a dense MLP
     width = config.intermediate_size if is_layer else round(shared / (3 * config.hidden_size))
     expert_width = round(routed / (3 * config.hidden_size * number))
     return LayerSize(1, total - routed, width, routed, number, expert_width)

@@ -1,7 +1,7 @@
-"""Predicts an iteration's time by phase and its cost, on known GPUs, if each trajectory has its maximum length.
+"""Predicts how long each phase of an iteration takes on known GPUs, and its cost, for trajectories of maximum length.
 
-Compute takes its FLOPs at MFU of the peak, decoding its bytes at MBU of the memory's bandwidth, and communication its
-bytes at the link's bandwidth, during the compute. tests/plan/test_speed.py compares it with an H200's measurements.
+Compute runs at MFU of the peak FLOP/s, and decoding at MBU of the memory bandwidth. Communication runs at the link's
+bandwidth, during the compute. tests/plan/test_speed.py compares the predictions with measurements on an H200.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lightrl.plan.costs import head_sizes
 from lightrl.plan.memory import PlannedRole, PlannedRun, decoding_rows, engine_memory, role_cost, rows_of
 
-MFU, MBU = 0.4, 0.6  # assumed shares of the peak FLOP/s and of the memory's bandwidth
+MFU, MBU = 0.4, 0.6  # assumed fractions of peak FLOP/s and of memory bandwidth
 # LocalEngine's decode step waits for kernel launches: 15.57 ms for 28 layers (`sdpa_4d` in benchmarks/gpu/h200.jsonl).
 LOCAL_LAYER_S = 15.57e-3 / 28
 
@@ -21,7 +21,7 @@ LOCAL_LAYER_S = 15.57e-3 / 28
 class Gpu:
     """A GPU's peak rates."""
 
-    torch_name: str  # in torch.cuda.get_device_name
+    torch_name: str  # from torch.cuda.get_device_name
     flops_per_s: float  # dense bfloat16
     bytes_per_s: float  # of its memory
     link_bytes_per_s: float  # to the other GPUs of its node, in one direction
@@ -29,9 +29,9 @@ class Gpu:
     host_bytes_per_s: float = 64e9  # to the host's memory, in one direction
 
     def gather_bytes_per_s(self, ranks: int, parts: int, gpus_per_node: int) -> float:
-        """Returns the bandwidth of gathers over `ranks` adjacent ranks, each `parts` of which gather different data.
+        """Returns the bandwidth of gathers over `ranks` adjacent ranks, where `parts` neighbors gather different data.
 
-        A node receives one copy of each part, and its parts share its adapters.
+        A node receives one copy of each part, and the parts share the node's network adapters.
         """
         network = max(1.0, gpus_per_node / parts) * self.network_bytes_per_s
         return self.link_bytes_per_s if ranks <= gpus_per_node else min(self.link_bytes_per_s, network)
@@ -41,8 +41,8 @@ class Gpu:
         return self.link_bytes_per_s if ranks <= gpus_per_node else self.network_bytes_per_s
 
 
-# Source: NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ a100, h100, h200, hgx (B200) and l40s; dense
-# FLOP/s are half of those with sparsity, one direction of a link is half of its total.
+# Source: NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ a100, h100, h200, hgx (B200) and l40s. Dense
+# FLOP/s are half the number with sparsity, and one direction of a link is half of its total.
 GPUS = {
     "A100": Gpu("NVIDIA A100-SXM4-80GB", 312e12, 2.04e12, 300e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9),
     "H100": Gpu("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, 450e9),
@@ -54,12 +54,12 @@ GPUS = {
 
 @dataclass(frozen=True)
 class PlannedTime:
-    """Seconds of an iteration's phases, and its size."""
+    """The duration of each phase of an iteration, and the iteration's size."""
 
     phases: tuple[tuple[str, float, str], ...]  # name, seconds, what it consists of
     num_gpus: int
     tokens: int  # of all trajectories
-    trained_tokens: int  # those that the engine generates
+    trained_tokens: int  # those that the engine generated
     overlaps: bool  # the next rollout runs during the update
 
     @property
@@ -75,13 +75,13 @@ class PlannedTime:
 
 
 def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> PlannedTime:
-    """Predicts the time of an iteration, or of an update of a run that trains on data.
+    """Predicts the time of an iteration, or of an update if the run trains on data.
 
-    Gathers over all ranks overlap the compute. What adjacent ranks exchange, copies to the host and a pipeline's idle
-    time come on top.
+    Gathers over all ranks overlap with compute. Exchanges between adjacent ranks, copies to the host, and a pipeline's
+    idle time are added.
 
     Args:
-        device_bytes: memory of each GPU, which limits the rows that a server decodes at once; None: it does not.
+        device_bytes: memory of each GPU, which limits the rows that a server decodes at once; None for no limit.
     """
     roles = {role.name: role for role in run.roles}
     rate = gpu.flops_per_s * MFU
@@ -93,7 +93,7 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
         # a backward is two passes, or one if most weights have no gradient; checkpointing repeats the forward
         passes = (3 if role.trained == role.parameters else 2) + run.checkpoint_activations
         compute_s = run.update_epochs * batches * passes * pass_flops(run, role) / len(role.ranks) / rate
-        cost, near = role_cost(run, role), role.tp * max(role.cp, run.ep)  # ranks of cp and ep overlap
+        cost, near = role_cost(run, role), role.tp * max(role.cp, run.ep)  # cp and ep use the same ranks
         idle = compute_s * (role.pp - 1) / cost.num_microbatches / run.stages_per_rank
         copied = 2 * cost.moments * ("optimizer" in run.offloads) + 2 * cost.offloaded * cost.num_microbatches
         exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near, node) + copied / gpu.host_bytes_per_s
@@ -142,7 +142,7 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
 
 
 def pass_flops(run: PlannedRun, role: PlannedRole) -> float:
-    """Returns the FLOPs of a forward over all trajectories of an iteration, or over a batch of data."""
+    """Returns the FLOPs of a forward pass over all trajectories of an iteration, or over a batch of data."""
     config, num = role.config, run.trajectories
     matrices = role.size.used_in_layers * num * run.longest + _ends(role) * num * _generated(run)
     attention = config.num_hidden_layers * config.num_attention_heads * sum(head_sizes(config)) * num * run.longest**2
@@ -154,5 +154,5 @@ def _ends(role: PlannedRole) -> int:
 
 
 def _generated(run: PlannedRun) -> int:
-    """Returns the tokens of a trajectory that the engine generates, or all tokens of a row of data."""
+    """Returns how many tokens of a trajectory the engine generates, or how many tokens a row of data has."""
     return run.longest if run.batches_per_update is not None else max(1, run.longest - run.prompt_tokens)

@@ -52,7 +52,7 @@ def tried(
 def test_math_answers_score_and_no_attack_does():
     found, num_wrong = tried(math_answer, SUMS)
     assert num_wrong == 0, found
-    assert found["the answer of the data"] == "4 of 4"
+    assert found["the data's answer"] == "4 of 4"
     assert found["every answer in turn"] == found["two answers with a hedge"] == "0 of 4"
     assert found["the answer cut off"] == "0 of 3"  # one digit cannot be cut
     assert found["the answer with another sign"] == found["the answer with one more digit"] == "0 of 4"
@@ -62,7 +62,7 @@ def test_programs_score_and_no_attack_does():
     tests = [{"input": "", "output": "3"}]
     found, num_wrong = tried("lightrl.rewards.code_tests", [("Print 3.", "print(3)")], lambda _: {"tests": tests})
     assert num_wrong == 0, found
-    assert found["the answer of the data"] == "1 of 1"
+    assert found["the data's answer"] == "1 of 1"
     assert found["a program that exits"] == found["the prompt again"] == "0 of 1"
 
 
@@ -86,7 +86,7 @@ def test_reasoning_gym_scores_and_no_attack_does():
 @pytest.mark.parametrize(
     ("reward", "rows", "caught"),
     [
-        (says_the_answer, SUMS, {"every answer in one", "two answers with a hedge", "the answer only in the thinking"}),
+        (says_the_answer, SUMS, {"all answers at once", "two answers with a hedge", "the answer only in the thinking"}),
         (last_number, SUMS, {"the answer with another sign", "the answer only in the thinking"}),
         (by_last_key, [("Capital of France?", {"city": "Paris"})], {"a key given twice"}),
     ],
@@ -100,7 +100,7 @@ def test_a_weak_reward_is_caught(reward: Callable[..., Any], rows: list[tuple[st
 
 def test_answers_that_earn_nothing_and_attacks_that_raise_are_counted():
     found, num_wrong = tried(crashes_on_nothing, [("1 + 1", "2"), ("2 + 2", "four or 4")])
-    assert found["the answer of the data"] == "1 of 2"
+    assert found["the data's answer"] == "1 of 2"
     assert found["an empty completion"] == "0 of 1, 2 failed"
     assert num_wrong == 1 + 1  # the answer of two words, and "2 or …", which begins with the right one
 
@@ -114,7 +114,7 @@ def test_forms_of_the_right_answer_are_no_attack():
 
 def test_an_answer_that_fails_is_not_right_where_nothing_costs_more():
     found, num_wrong = tried("weak_rewards.fails_on_answers", SUMS[:1])
-    assert found["the answer of the data"] == "0 of 1"
+    assert found["the data's answer"] == "0 of 1"
     assert num_wrong == 1
 
 
@@ -140,5 +140,5 @@ def test_the_command_attacks_the_reward_of_a_config_without_a_model(settings, co
     assert main(["doctor", "reward", "--config", config(settings), "--completions", "attacks"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("\ncompletion")
-    assert re.search(r"^the answer of the data +3 of 3$", said, re.MULTILINE)
+    assert re.search(r"^the data's answer +3 of 3$", said, re.MULTILINE)
     assert re.search(r"^the prompt again +3 of 3 ", said, re.MULTILINE)

@@ -216,7 +216,7 @@ def test_a_later_mapping_keeps_the_other_settings_of_an_object_and_replaces_a_fr
     assert found.model.init_args.sampling.max_new_tokens == given["sampling"]["max_new_tokens"]
     assert found.model.init_args.policy.config == given["policy"]["config"] | {"hidden_size": 4}
     assert main(["--help"]) == 0
-    assert "keeps its other\nsettings; one with any keys" in capsys.readouterr().out
+    assert "keeps its other settings. A mapping\nwith arbitrary keys" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -48,7 +48,7 @@ WRONG = {  # what the second node reports → finding, and its fix
                "node3 in trainer.default_root_dir=/runs. fix: Mount one shared disk at /runs"),
     "model": ({"models": {"policy": ""}}, "fails model policy differs between nodes: /models/m 4 files abc on node1, "
               "node3; /models/m not found on node2. fix: Put /models/m on a shared folder"),
-    "clock": ({"clock_s": (-2.5, 0.001)}, "warning clocks Clocks that differ from that of node1: node2 -2.5 s."),
+    "clock": ({"clock_s": (-2.5, 0.001)}, "warning clocks Clocks that differ from node1's: node2 -2.5 s."),
     "port": ({"problems": [("ports", "node2: port 29501 cannot be opened: Address already in use.", "Stop it.")]},
              "fails ports node2: port 29501 cannot be opened: Address already in use. fix: Stop it."),
     "hangs": ({"step": "network"}, "fails nodes node2 did not finish the step 'done'. fix: Repeat with a larger "
@@ -172,7 +172,7 @@ def test_this_machine_is_checked_and_nothing_is_left(launched, config, tmp_path,
     [
         (None, "needs a `launch:` section"),
         ({"launcher": "kubernetes", "container": "x", "ranks": 2}, "does not support launcher: kubernetes"),
-        ({"ranks": 2, "servers": 1, "gpus_per_node": 2}, "hold 0 servers"),
+        ({"ranks": 2, "servers": 1, "gpus_per_node": 2}, "has room for 0 servers"),
         ({"ranks": 2, "servers": 1, "launcher": "slurm", "options": {"array": "1-4"}}, "launch.options has array"),
     ],
 )

@@ -70,7 +70,7 @@ def test_memory_on_paper_is_that_of_the_plan_and_a_warning_where_no_config_tells
     module = GRPO(tiny_spec(), reward=len, sampling=Sampling(max_new_tokens=4))
     (finding,) = memory_on_paper(module, trainer, data)
     total = bytes_text(rank_memories(planned_run(module, trainer, data))[0].total)
-    assert (finding.status, finding.text) == ("ok", f"Memory of a rank, on paper: {total}.")
+    assert (finding.status, finding.text) == ("ok", f"Estimated memory per rank: {total}.")
     (finding,) = memory_on_paper(GRPO(ModelSpec(path=str(tmp_path)), reward=len), trainer, data)
     assert finding.status == "warning"
     assert finding.text.startswith("Memory was not checked: ")
@@ -162,7 +162,7 @@ def test_a_forecast_adds_iterations_validations_checkpoints_and_trajectories(tmp
     measured = Trial(length=(100, 5, 2), iterations_s=[9.0, 2.0], validation_batch_s=3.0, checkpoint_bytes=7)
     _, run, disk = forecast(measured, str(tmp_path), logged_bytes=1.1, validation_batches=4)
     seconds, validation_s = 100 * 2 + 5 * 4 * 3, 5 * 4 * 3
-    assert f"about {duration_text(seconds)} (validation {duration_text(validation_s)} of it)" in run.text
+    assert f"about {duration_text(seconds)} (including {duration_text(validation_s)} of validation)" in run.text
     assert disk.text.endswith("the run writes about 124 B.")
 
 

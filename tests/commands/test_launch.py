@@ -36,7 +36,7 @@ def test_a_dry_run_shows_the_plan_and_makes_nothing(launched, config, capsys):
 
 def test_what_does_not_fit_is_one_message_and_makes_nothing(launched, config, capsys):
     assert run(["--config", config(launched), "--launch.gpus_per_node", "2"]) == 2
-    assert "hold 0 servers" in capsys.readouterr().err
+    assert "has room for 0 servers" in capsys.readouterr().err
     assert run(["--config", config(launched), "--launch.nodes", "two"]) == 2
     assert "launch.nodes" in capsys.readouterr().err
     del launched["launch"]

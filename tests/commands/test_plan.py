@@ -154,7 +154,7 @@ def test_plan_and_launch_say_the_same_of_memory(
     totals = next(line for line in out.splitlines() if line.startswith("  total  "))
     planned = re.split(r" {2,}", totals.strip())[1]  # of rank 0, which has the engine too
     assert run_launch([*arguments, "--dry-run"]) == 0
-    assert f"Memory of a rank, on paper: {planned}." in capsys.readouterr().out
+    assert f"Estimated memory per rank: {planned}." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("section", [[], SECTION])
@@ -213,7 +213,7 @@ def test_memory_that_is_not_known_is_said_by_plan_and_launch(
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert str(folder) in line
     assert run([*arguments, "--gpu_memory_gb=80"]) == 2
-    assert "The memory was given, but a model cannot be read" in capsys.readouterr().err
+    assert "because a model cannot be read" in capsys.readouterr().err
     assert run_launch([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()
 
@@ -225,7 +225,7 @@ def test_a_launch_that_is_impossible_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_the_servers_example_has_all_tables(printed_plan: Printed) -> None:
     out = printed_plan(*QUICKSTART, "--config", "examples/quickstart/sglang_cpu.yaml")
-    for title in ("batch sizes", "models", "memory of a rank's device", "memory of a rank in the host"):
+    for title in ("batch sizes", "models", "memory of a rank's device", "host memory of a rank"):
         assert f"\n{title}" in out
     assert "engine: SGLangEngine, servers: 1, tp 1; each device" in out
 
@@ -271,7 +271,7 @@ def test_trajectories_that_wait_for_a_servers_memory_are_counted(printed_plan: P
     num = int(line.split()[3])
     assert num < 256  # of two servers' 512
     words = " ".join(out.split())
-    assert "of 256 trajectories of maximum length fit a server; the others wait" in words
+    assert "of 256 trajectories of maximum length fit into a server; the others wait" in words
     assert f"generation takes up to {-(-256 // num)} times as long" in words
 
 
@@ -313,7 +313,7 @@ def test_the_settings_that_the_plan_writes_make_the_run_fit(printed_plan: Printe
     arguments, file = [*layer_of(tmp_path, {"config": BIG}), *ranks], tmp_path / "fits.yaml"
     out = printed_plan(*arguments, "--gpu=A100", f"--write={file}")
     assert "\ndoes not fit\n" in out
-    assert "layouts that fit, the fastest first, by the rates of the A100" in out
+    assert "layouts that fit, fastest first, estimated for the A100" in out
     assert yaml.safe_load(file.read_text())["trainer"]["strategy"]["class_path"]
     assert "\nfits: 27.0 GB usable" in printed_plan(*arguments, "--config", str(file))
 
@@ -329,7 +329,7 @@ def test_the_time_and_cost_of_an_iteration_are_predicted_for_a_known_gpu(printed
     assert "how long? Pass --gpu, one of A100, H100, H200, B200, L40S, and" in printed_plan(*QUICKSTART)
     on_gpu = [*QUICKSTART, "--trainer.accelerator", "gpu", "--trainer.devices", "1", "--gpu", "H200"]
     text = printed_plan(*on_gpu)
-    assert "time of an iteration on H200 (989 TFLOP/s, 4.8 TB/s, link 450 GB/s), on paper; assumed: bfloat16" in text
+    assert "time of an iteration on H200 (989 TFLOP/s, 4.8 TB/s, link 450 GB/s), estimated; assumed: bfloat16" in text
     assert re.search(r"^  rollout +[\d.]+ s  1 x 4 steps of 512 rows in .*kernel launches", text, re.M), text
     assert "per million trained tokens" not in text
     priced = printed_plan(*on_gpu, "--price_per_gpu_hour", "3")

@@ -106,11 +106,11 @@ def test_arguments_of_the_other_kind_of_server_are_left_out_and_named(tmp_path, 
     flags = ["--engine", "vllm", "--server_args.seed", "3"]
     found = parse(["--model", "m/m", *sglang, *flags])
     assert (found["engine"], found["server_args"]) == ("vllm", {"seed": 3})
-    assert "server_args of sglang, since the servers are vllm: mem_fraction_static, dtype." in caplog.text
+    assert "server_args for sglang, because the servers run vllm: mem_fraction_static, dtype." in caplog.text
     caplog.clear()
     found = parse(["--model", "m/m", *vllm, *sglang])
     assert (found["engine"], found["server_args"]) == ("sglang", {"mem_fraction_static": 0.7, "dtype": "float32"})
-    assert "server_args of vllm, since the servers are sglang: gpu_memory_utilization." in caplog.text
+    assert "server_args for vllm, because the servers run sglang: gpu_memory_utilization." in caplog.text
 
 
 @pytest.mark.parametrize(("kind", "name"), [("sglang", "SGLangEngine"), ("vllm", "VLLMEngine")])

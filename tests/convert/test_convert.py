@@ -156,14 +156,14 @@ def test_sft_without_a_type_is_not_taken_for_rl():
     result = convert(areal)
     assert (result.settings["model"]["class_path"], result.settings["data"]["class_path"]) == ("SFT", "SFTDataModule")
     assert "reward" not in result.settings["model"]["init_args"]
-    assert "is not given" in result.notes["train_dataset.type"]
+    assert "is not set" in result.notes["train_dataset.type"]
 
 
 def test_what_a_run_needs_and_the_file_lacks_is_said(tmp_path, capsys):
     file = tmp_path / "areal.yaml"
     file.write_text("actor: {path: a}\ngconfig: {n_samples: 4}\n")
     assert main(["convert", str(file)]) == 0
-    said = capsys.readouterr().err.partition("set before a run:")[2]
+    said = capsys.readouterr().err.partition("set these before a run:")[2]
     assert said.split() == ["data.train", "model.reward"]
 
 

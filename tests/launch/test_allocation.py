@@ -63,7 +63,7 @@ REFUSED = {
     "sglang:d2+": "letters, each with a size",
     "fsdp[a]:d4|fsdp[b]:d2": "4 and 2",
     "sglang:d1+fsdp:d1+fsdp:d1": "each needs a name",
-    "sglang[a]:d1+fsdp[a]:d1": "same name",
+    "sglang[a]:d1+fsdp[a]:d1": "must be unique",
     "megatron:(attn:d4p2|ffn:p4)": "p must be the same",
     "megatron:(attn:d4p2|ffn:d8e2)": "the same 8 GPUs",
     "sglang:(attn:d4|ffn:e4)": "not a training backend",

@@ -182,11 +182,11 @@ def test_on_a_cpu_nobody_gets_a_gpu():
 
 REFUSED = {
     "a server beside one rank": (
-        {"gpus_per_node": 1, "ranks": 1, "servers": 1}, {}, "needs 1 GPU next to 1 trainer rank, .* hold 0 servers",
+        {"gpus_per_node": 1, "ranks": 1, "servers": 1}, {}, "needs 1 GPU next to 1 trainer rank, .* has room for 0",
     ),
     "more ranks than GPUs": ({"gpus_per_node": 2, "ranks": 4}, {}, "4 trainer ranks need 4 GPUs"),
     "ranks that cannot be spread": ({"nodes": 2, "gpus_per_node": 4, "ranks": 7}, {}, "spread evenly"),
-    "servers next to ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "hold 1 server"),
+    "servers next to ranks": ({"gpus_per_node": 4, "ranks": 3, "servers": 2}, {}, "has room for 1 server"),
     "a server over two hosts": ({"nodes": 2, "gpus_per_node": 2, "ranks": 1, "servers": 1, "tp": 4}, {}, "the 2 GPUs"),
     "tp that leaves GPUs over": ({"gpus_per_node": 8, "ranks": 2, "servers": 2, "tp": 3}, {}, "must divide the 8 GPUs"),
     "colocated tp": (
@@ -213,17 +213,17 @@ REFUSED = {
         {"planned": planned(microbatch_tokens=1024, **FRUGAL, engine=SERVERS)}, "a server's GPU needs 15",
     ),
     "vllm in place of SGLang": (
-        {"allocation": "vllm:d2+d2"}, {"engine": "SGLangEngine"}, "to VLLMEngine, or its .* to sglang",
+        {"allocation": "vllm:d2+d2"}, {"engine": "SGLangEngine"}, "to VLLMEngine, or the allocation's .* to sglang",
     ),
     "SGLang in place of vllm": (
-        {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or its .* to vllm",
+        {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or the allocation's .* to vllm",
     ),
     "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
     "experts and a pipeline": ({"allocation": "megatron:d4p2e2"}, {}, "cannot use e here"),
     "context and a split by tensors": ({"allocation": "fsdp:d4t2c2"}, {}, "cannot use c here"),
     "context in 3D": ({"allocation": "d2c2"}, {"strategy": "Parallel3DStrategy"}, "set trainer.strategy to it"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
-    "nothing to train": ({"allocation": "sglang:d4"}, {}, "nothing in it trains"),
+    "nothing to train": ({"allocation": "sglang:d4"}, {}, "it trains nothing"),
 }  # fmt: skip
 
 
@@ -254,7 +254,7 @@ def test_a_section_that_contradicts_itself_is_refused(case):
 def test_the_plan_says_what_is_idle_and_what_memory_it_needs():
     text = describe(plan_of(RunFacts(planned=planned(engine=SERVERS)), gpus_per_node=8, ranks=4, servers=1, tp=2))
     assert "2 of 8 GPUs stay idle." in text
-    assert "of a server's GPU: 7.6 GB" in text
+    assert "per server GPU: 7.6 GB" in text
     assert "node1:29500" in text
     assert "runs/launch-0/node1/servers-0.log" in text
 

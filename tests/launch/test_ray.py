@@ -84,7 +84,7 @@ def test_processes_get_the_addresses_and_the_gpus_that_ray_has_chosen():
 
 
 def test_an_option_that_ray_has_not_is_refused():
-    with pytest.raises(ValueError, match="must have only address, got partition"):
+    with pytest.raises(ValueError, match="must contain only address, got partition"):
         RayLauncher(plan_on(1, options={"partition": "gpu"}))
 
 

@@ -69,7 +69,7 @@ def test_a_small_gpu_gets_checkpoints_then_smaller_microbatches(
         use_estimate(module, trainer, Data(), fraction * needed(checkpoints=of_checkpoints), given)
     assert trainer.strategy.activation_checkpointing is checkpoints  # type: ignore[attr-defined]
     assert (module.microbatch_tokens < 4096) is is_cut
-    (line,) = [record.message for record in caplog.records if "on paper" in record.message]
+    (line,) = [record.message for record in caplog.records if "Estimated memory" in record.message]
     assert ("activation_checkpointing is true" in line) is checkpoints
     assert (f"model.microbatch_tokens is {module.microbatch_tokens}" in line) is is_cut
     assert trainer.memory_estimate in line
@@ -80,7 +80,7 @@ def test_an_engine_on_the_trainers_gpu_may_keep_what_is_left() -> None:
     use_estimate(module, trainer, Data(), 8e9, ())
     assert isinstance(trainer.engine, LocalEngine)
     memory = memory_of(module, trainer)
-    others = memory.total - memory.device["key-values"]
+    others = memory.total - memory.device["KV cache"]
     assert trainer.engine.key_value_bytes == pytest.approx(USABLE_FRACTION * 8e9 - others)
 
 

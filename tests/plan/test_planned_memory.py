@@ -208,8 +208,8 @@ def test_fsdp2_divides_the_state_and_a_mesh_keeps_it_from_other_ranks() -> None:
     assert others.ranks == range(1, 3)
     assert first.device["weights"] == role_cost(meshes, meshes.roles[0]).weights == 4 * meshes.roles[0].parameters
     assert others.device["weights"] == 2 * meshes.roles[1].parameters
-    assert "key-values" in first.device
-    assert "key-values" not in others.device
+    assert "KV cache" in first.device
+    assert "KV cache" not in others.device
 
 
 def test_parameters_that_stay_gathered_are_counted_whole() -> None:
@@ -334,7 +334,7 @@ def test_too_many_key_values_lower_the_engines_batch() -> None:
     engine = PlannedEngine("LocalEngine", "rank 0", width=4, max_rows=256)
     planned = replace(large(), engine=engine, microbatch_tokens=64)
     memory = rank_memories(planned)[0]
-    available_bytes = memory.total - memory.device["key-values"] / 2
+    available_bytes = memory.total - memory.device["KV cache"] / 2
     number = int(misfits_of(planned, available_bytes)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= available_bytes
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > available_bytes
@@ -361,7 +361,7 @@ def test_a_server_that_is_too_small_needs_more_gpus() -> None:
     (running,) = misfits_of(
         replace(planned, engine=PlannedEngine("SGLangEngine", "servers", starts_servers=False)), available_bytes
     )[-1:]
-    assert running.fix == "use servers of more GPUs each (tp)"
+    assert running.fix == "use servers with more GPUs each (tp)"
 
 
 @pytest.mark.parametrize("kind", [SFT, DPO, RewardModel])

@@ -35,14 +35,14 @@ def test_a_phase_out_of_memory_is_named_with_its_sizes_and_settings(
     hook: str, phase: str, settings: str, tmp_path: Path
 ) -> None:
     module, trainer = TinyGRPO(), make_trainer(tmp_path)
-    trainer.memory_estimate = "Memory of a rank, on paper: 61.0 GB."
+    trainer.memory_estimate = "Estimated memory per rank: 61.0 GB."
     setattr(module, hook, run_out)
     with pytest.raises(TrainingError) as caught:
         trainer.fit(module, datamodule=Digits())
     text = str(caught.value)
     assert f"Rank 0 ran out of GPU memory in '{phase}', with 8 trajectories of at most" in text
     assert re.search(settings, text)
-    assert "on paper: 61.0 GB" in text
+    assert "Estimated memory per rank: 61.0 GB" in text
     assert text.endswith("Tried to allocate 18.55 GiB. GPU 0 has 2.10 GiB free.")
 
 

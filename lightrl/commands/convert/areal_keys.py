@@ -39,7 +39,7 @@ def to(name: str) -> Rule:
 
 
 def left(reason: str) -> Rule:
-    """Returns a rule for a key without a counterpart; null needs none."""
+    """Returns a rule for a key without a counterpart; null does not need one."""
     return lambda value, areal: Outcome() if value is None else Outcome(left=reason)
 
 
@@ -78,14 +78,14 @@ def nodes(value: int, areal: Leaves) -> Outcome:
         return Outcome({"launch.nodes": 1})
     if areal.get("scheduler.type") in ("slurm", "ray"):
         return Outcome({"launch.nodes": value})
-    note = "launch.launcher is slurm, since several hosts need a launcher; ray, torchrun and kubernetes are the others"
+    note = "launch.launcher is slurm, since several hosts need a launcher; or use ray, torchrun or kubernetes"
     return Outcome({"launch.nodes": value, "launch.launcher": "slurm"}, note)
 
 
 def scheduler(kind: str | None, areal: Leaves) -> Outcome:
     if kind in ("slurm", "ray"):
         return Outcome({"launch.launcher": kind})
-    return only("local", else_="launch.launcher is local, slurm, ray, torchrun or kubernetes")(kind, areal)
+    return only("local", else_="launch.launcher must be local, slurm, ray, torchrun or kubernetes")(kind, areal)
 
 
 def container(image: str | None, kind: object, mount: object) -> JsonObject:
@@ -142,7 +142,7 @@ def allocation(text: str, areal: Leaves) -> Outcome:
     if pp * tp > 1:
         settings |= {"strategy.class_path": "Parallel3DStrategy", "strategy.pp": pp, "strategy.tp": tp}
     elif layout.ranks > 1:
-        settings |= {"strategy.class_path": "FSDP2Strategy"}  # to which the launch adds cp and ep
+        settings |= {"strategy.class_path": "FSDP2Strategy"}  # the launch adds cp and ep
     if layout.engine == "VLLMEngine":
         settings |= {"engine.class_path": "VLLMEngine"}
     return Outcome(settings)
@@ -230,25 +230,25 @@ def recomputed(value: bool, areal: Leaves) -> Outcome:
 def normalization(name: str) -> dict[str, Rule]:
     """Returns the rows of `reward_norm` or `adv_norm`. GRPO normalizes once; PPO whitens advantages over the batch."""
     section = f"actor.{name}"
-    is_first = name == "reward_norm"
+    is_reward_norm = name == "reward_norm"
 
     def level(setting: str) -> Rule:
         def rule(value: str | None, areal: Leaves) -> Outcome:
             if has_critic(areal):
-                if is_first:
+                if is_reward_norm:
                     return left("PPO does not normalize rewards")(value, areal)
                 return Outcome({"model.whiten_advantages": True}) if value == "batch" else _no_level(value)
-            if not is_first and _has_levels("reward_norm", areal):
+            if not is_reward_norm and _has_levels("reward_norm", areal):
                 return left("GRPO normalizes once, and reward_norm sets how")(value, areal)
-            note = "" if is_first else "statistics count each trajectory once; AReaL's count each token"
+            note = "" if is_reward_norm else "statistics count each trajectory once; AReaL's count each token"
             return Outcome({setting: value}, note) if value in (*_GROUP_OR_BATCH, None) else _no_level(value)
 
         return rule
 
     def null_section(value: None, areal: Leaves) -> Outcome:
         if has_critic(areal):
-            return Outcome() if is_first else Outcome({"model.whiten_advantages": False})
-        other = "adv_norm" if is_first else "reward_norm"
+            return Outcome() if is_reward_norm else Outcome({"model.whiten_advantages": False})
+        other = "adv_norm" if is_reward_norm else "reward_norm"
         if _has_levels(other, areal) or f"actor.{other}" not in areal:
             return Outcome()
         return Outcome({"model.advantage_mean": None, "model.advantage_std": None})
@@ -279,7 +279,7 @@ def _has_levels(name: str, areal: Leaves) -> bool:
 def old_group_norm(value: bool, areal: Leaves) -> Outcome:
     if value and not has_critic(areal):
         return Outcome({"model.advantage_mean": "group", "model.advantage_std": "group"})
-    return Outcome(left="it does not say which statistics are used instead: check model.advantage_mean and _std")
+    return Outcome(left="it does not say which statistics are used instead: check advantage_mean and advantage_std")
 
 
 def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
@@ -345,7 +345,7 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
                 {setting: value}, f"{setting} below 1 is this fraction of the run, not a number of iterations"
             )
         if steps is None:
-            return Outcome(left=f"the data determine the number of steps: set {setting} to this fraction of it")
+            return Outcome(left=f"the data determines the number of steps: set {setting} to this fraction of it")
         return Outcome({setting: round(value * steps)})
 
     return rule
@@ -450,7 +450,7 @@ def switch(setting: str, on: object) -> Rule:
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
-# what makes the converted file one for lightrl launch
+# keys that make the converted file one for lightrl launch
 _LAUNCHED = ("allocation_mode", "rollout.backend", "actor.backend", "cluster.n_nodes", "scheduler.", "launcher.")
 _IMAGE = "the image must contain lightrl; with pyxis or enroot, use launch.srun_options instead"
 _ONE_CONTAINER = "a launch has one container, which launcher.slurm.trainer_image sets"
@@ -508,7 +508,7 @@ ROWS: dict[str, Rule] = {
     "launcher.trainer_env_vars": variables,
     "launcher.inference_server_env_vars": variables,
     "launcher.*": left(f"{_PLACEMENT}; see launch.options, srun_options and setup"),
-    "defaults": left("Hydra composes files; convert the composed one"),
+    "defaults": left("Hydra composes files; convert the composed file"),
     # Rollouts
     "gconfig.n_samples": to("model.group_size"),
     "gconfig.max_new_tokens": to("model.sampling.max_new_tokens"),
@@ -528,11 +528,11 @@ ROWS: dict[str, Rule] = {
     "rollout.enable_rollout_tracing": switch("callbacks.Trace", None),
     "rollout.dump_to_file": switch("callbacks.TrajectoryLog.every_n_iterations", 1),
     "rollout.setup_timeout": to("engine.timeouts.startup_s"),
-    "rollout.request_timeout": left("another request continues a generation after 15 minutes"),
+    "rollout.request_timeout": left("after 15 minutes, a new request continues the generation"),
     "rollout.request_retries": left("a request is retried at most 8 times"),
     "rollout.schedule_policy": left("SGLangEngine chooses the server of a request"),
     "rollout.check_trajectory_format": left("see docs/test-your-code.md"),
-    "rollout.pause_grace_period": left("requests stop at a token and continue in the paused server"),
+    "rollout.pause_grace_period": left("a pause keeps requests, which continue after the load"),
     # The policy
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
@@ -678,7 +678,7 @@ CORE = {
 
 
 def sglang_argument(name: str) -> Rule:
-    """Returns a rule for a setting of SGLang's servers, which a run with vLLM's does not have."""
+    """Returns a rule for a setting of SGLang servers, which a run with vLLM servers does not have."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if any(str(areal.get(key)).startswith("vllm") for key in ("allocation_mode", "rollout.backend")):

@@ -40,7 +40,7 @@ class Conversion:
 
     settings: JsonObject = field(default_factory=dict)
     converted: list[str] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)  # key → why
+    left: dict[str, str] = field(default_factory=dict)  # key → why it has no counterpart
     unknown: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # lightrl settings that a run needs but the file does not set
     notes: dict[str, str] = field(default_factory=dict)  # key → how the converted setting behaves differently
@@ -58,7 +58,7 @@ def convert(tree: JsonMapping) -> Conversion:
     areal = rows | as_areal
     result = Conversion()
     if is_supervised and "train_dataset.type" not in given:
-        result.notes["train_dataset.type"] = f"is not given: a config without rollouts is taken as {algorithm}"
+        result.notes["train_dataset.type"] = f"is not set: a config without rollouts is converted to {algorithm}"
     flat: JsonObject = {}
     for key, value in (rows | given).items():
         rule = rule_of(areal_key(key), is_supervised=is_supervised)
@@ -101,7 +101,7 @@ def report(result: Conversion) -> str:
     counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
-        ("Missing in the file; set before a run:", dict.fromkeys(result.missing, "")),
+        ("Missing in the file; set these before a run:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
         ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
         ("Converted, with a difference:", result.notes),
@@ -155,7 +155,7 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _resolved(value: object, given: JsonMapping, tree: JsonMapping, path: tuple[str, ...]) -> object:
-    """Returns the value with each reference `${other.key}` resolved, except references to missing keys and cycles."""
+    """Returns the value with each reference `${other.key}` resolved, except to missing keys and in cycles."""
     if not isinstance(value, str):
         return value
     if whole := _REFERENCE.fullmatch(value):

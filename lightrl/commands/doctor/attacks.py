@@ -1,7 +1,7 @@
-"""Attacks a reward before the run: completions that must earn nothing, and the data's answers, which must earn all.
+"""Attacks a reward before the run, with completions that must earn nothing; the data's answers must earn all.
 
-A policy finds what a reward overlooks. The attacks are what policies were seen to find: nothing, the question again,
-every answer at once, a number with a hedge, the answer only in the thinking, a repeated key, a program that exits.
+A policy exploits what a reward overlooks. The attacks are known exploits: an empty completion, the prompt again, every
+answer at once, a number with a hedge, the answer only in the thinking, a repeated key, a program that exits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from lightrl.rewards import ReplayRow
 from lightrl.trajectory import Prompt, Trajectory, chat_as_text
 
 ACCURACY = "accuracy"
-GOLD = "the answer of the data"
-# How a completion may give its answer. The first form that earns most is used for the answer and for the attacks.
+GOLD = "the data's answer"
+# How a completion may give its answer. The first form that earns the most is used for the answer and for the attacks.
 FORMS = (
     "{}", "\\boxed{{{}}}", "The answer is {}.", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>",
     "<think>\nIt is easy.\n</think>\n\n<answer>{}</answer>", "<think>\nIt is easy.\n</think>\n\n\\boxed{{{}}}",
@@ -36,7 +36,7 @@ Write = Callable[[Prompt, str], Trajectory]  # a trajectory as if the policy had
 @dataclass
 class Attempt:
     name: str
-    row: int  # of the prompts
+    row: int  # index of the prompt
     text: str
 
 
@@ -45,17 +45,17 @@ def attack(
 ) -> tuple[str, int]:
     """Attacks a reward on these prompts.
 
-    An attack succeeds on a row if its reward is more than half of the way from an empty completion's to the answer's;
-    if the reward reports `accuracy`, that is compared instead.
+    An attack succeeds on a row if its reward is more than halfway from an empty completion's reward to the answer's. If
+    the reward reports `accuracy`, accuracies are compared instead.
 
     Args:
-        prompts, answers: the data's rows, and what each accepts, the first as the best; () where it has no answer.
-        write: makes a trajectory of a prompt and a completion's text.
+        prompts, answers: the data's rows, and the answers that each accepts, the best first; () if a row has none.
+        write: makes a trajectory from a prompt and a completion's text.
         compute: computes the rewards of trajectories.
 
     Returns:
-        A table as text, and the number of answers that earn nothing plus that of attacks that succeed; without answers
-        to compare with, 0.
+        A table as text, and the number of answers that earn nothing plus the number of attacks that succeed; 0 if the
+        data has no answers.
     """
 
     def values_of(attempts: Sequence[Attempt]) -> list[float | None]:
@@ -66,7 +66,7 @@ def attack(
     answered = [row for row, accepted in enumerate(answers) if accepted]
     empties = [Attempt("an empty completion", row, "") for row in range(len(prompts))]
     gold_attempts = [Attempt(GOLD, row, form.format(answers[row][0])) for form in FORMS for row in answered]
-    first = values_of([*empties, *gold_attempts])  # in one call, since each starts a reward worker
+    first = values_of([*empties, *gold_attempts])  # in one call, since each call starts a reward worker
     empty, gold = first[: len(prompts)], first[len(prompts) :]
     by_form = {form: gold[index * len(answered) :][: len(answered)] for index, form in enumerate(FORMS)}
     lowest = [0.0 if value is None else value for value in empty]
@@ -86,7 +86,7 @@ def attack(
     num_hits = 0
     for name in dict.fromkeys(attempt.name for attempt in attempts):
         attempted = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
-        # without an answer to compare with, whatever earns more than nothing is shown
+        # if the data has no answers, count whatever earns more than an empty completion
         compared = [pair for pair in attempted if pair[0].row in right or not answered]
         hits = [item for item, value in compared if value is not None and value > _bound(item.row, best, lowest)]
         num_failed = sum(value is None for _, value in attempted)
@@ -124,11 +124,11 @@ def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[st
     if not answers[row]:
         return
     answer = answers[row][0]
-    # answers of one value in several forms, such as 0.5 and 1/2, are one only if a row accepts both
+    # two forms of one value, such as 0.5 and 1/2, count as the same answer only if a row accepts both
     others = sorted({accepted[0] for accepted in answers if accepted and accepted[0] not in answers[row]})
     wrong = next(iter(others[row % len(others) :]), None) if others else None
     yield Attempt("the answer only in the thinking", row, f"<think>\nIt is {form.format(answer)}\n</think>\n\n")
-    if len(answer) > 1 and answer[-1].isalnum() and not re.search(r"\.\d*0$", answer):  # 2.50 without its end is 2.5
+    if len(answer) > 1 and answer[-1].isalnum() and not re.search(r"\.\d*0$", answer):  # 2.50 without the 0 is 2.5
         whole = form.format(answer)
         yield Attempt("the answer cut off", row, whole[: whole.rindex(answer) + len(answer) - 1])
     if wrong is not None:
@@ -136,7 +136,7 @@ def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[st
         yield Attempt("two answers with a hedge", row, form.format(f"{answer} or {wrong}"))
     if len(others) > 1:
         listed = [others[0], answer, *others[1:8]]  # the right one is neither the first nor the last
-        yield Attempt("every answer in one", row, form.format(", ".join(listed)))
+        yield Attempt("all answers at once", row, form.format(", ".join(listed)))
         yield Attempt("every answer in turn", row, "\n".join(map(form.format, listed)))
     if _NUMBER.fullmatch(answer) and answer.strip("+-0.,"):
         negated = answer[1:] if answer[0] == "-" else f"-{answer.lstrip('+')}"
@@ -170,6 +170,6 @@ def _table(lines: Sequence[tuple[str, str, str]], form: str | None, num_missed: 
         end = f"The data has no answers to compare with: {num_hits} of the attacks earn more than an empty completion."
     else:
         shown = escape_unprintable(form.format("…"))
-        end = f"Answers were written as {shown}. {count_text(num_missed, 'answer')} without a reward"
-        end += f", {count_text(num_hits, 'attack')} with one."
+        end = f"Answers were written as {shown}. {count_text(num_missed, 'answer')} earned nothing"
+        end += f", {count_text(num_hits, 'attack')} succeeded."
     return "\n".join([head, *rows, end])

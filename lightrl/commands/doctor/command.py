@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace, rest: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     if options.command == "replay" and not Path(options.file).is_file():
-        raise UsageError(f"{options.file} does not exist. Pass the failed_rewards.jsonl of a run's folder.")
+        raise UsageError(f"{options.file} does not exist. Pass failed_rewards.jsonl from a run's folder.")
     if options.command == "replay" and options.reward is not None:
         if rest:
             raise UsageError(f"doctor replay accepts --reward or a config, got both --reward and {rest[0]}.")
@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
     source = (
-        "policy: the initial policy's, then attacks on the reward; reference: the data's answer_column; attacks: those "
-        "alone, without a model (default policy)"
+        "policy: the initial policy's, then attacks on the reward; reference: the data's answer_column; attacks: only "
+        "attacks, without a model (default policy)"
     )
     reward.add_argument("--completions", default="policy", choices=("policy", "reference", "attacks"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
@@ -113,7 +113,7 @@ class _DoctorCLI(LightRLCLI):
             self.exit_code = check_data(module, datamodule)
             return
         if not isinstance(module, RLModule):
-            raise UsageError(f"lightrl doctor needs an RLModule (it has the reward), got {type(module).__name__}.")
+            raise UsageError(f"lightrl doctor needs an RLModule, which has the reward; got {type(module).__name__}.")
         if options.command == "replay":
             self._show(options.file, module, num=options.n)
             return
@@ -132,7 +132,7 @@ class _DoctorCLI(LightRLCLI):
             self._show(self._generated(module, prompts, **kwargs), module)
         if not isinstance(workflow := module.configure_workflow(), SingleTurn):
             name = type(workflow).__name__
-            problem = f"Attacks need the workflow SingleTurn, whose reward reads one completion, got {name}."
+            problem = f"Attacks need the workflow SingleTurn, because its reward reads one completion; got {name}."
             if options.completions == "attacks":
                 raise UsageError(problem)
             sys.stdout.write(f"\n{problem}\n")

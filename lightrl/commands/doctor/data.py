@@ -1,4 +1,4 @@
-"""Reads a run's first prompts, and reports on all train and validation rows, including every bad one."""
+"""Reads a run's first prompts, and checks all train and validation rows."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class SplitReport:
     num_dropped: int = 0
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
-    is_unreadable: bool = False  # the last problem ended the reading
-    times_seen: Counter[int] = field(default_factory=Counter)  # hash of the prompt's content → times
+    is_unreadable: bool = False  # reading stopped at the last problem
+    times_seen: Counter[int] = field(default_factory=Counter)  # hash of a prompt's content → number of its prompts
 
     def add(self, rows: Sequence[Prompt | ValueError | None]) -> None:
         """Counts rows: a good row is given as its Prompt, a dropped one as None, a bad one as its ValueError."""
@@ -93,7 +93,7 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Reads a split, or about `max_rows` of its rows; if a subclass makes prompts without rows, counts these."""
+    """Reads a split, or about `max_rows` of its rows; if a subclass makes prompts without rows, counts the prompts."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:
@@ -116,7 +116,7 @@ def read_split(
 
 
 def check_data(module: L.LightningModule, datamodule: L.LightningDataModule) -> int:
-    """Prints counts of the train and validation rows, and all bad rows; returns 1 if a run would refuse these."""
+    """Prints counts of the train and validation rows, and bad rows; returns 1 if a run would refuse the data."""
     attach(module, datamodule)
     if not isinstance(datamodule, PromptDataModule) or not datamodule.makes_prompts_of_rows:
         name = type(datamodule).__name__

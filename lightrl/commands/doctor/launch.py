@@ -1,4 +1,4 @@
-"""lightrl doctor launch: starts doctor/node.py on each node of a launch, by its launcher, and compares the reports."""
+"""lightrl doctor launch: starts doctor/node.py on each node with the run's launcher, and compares the reports."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from lightrl.concurrency.owner import own_prefix
 from lightrl.module import RLModule
 from lightrl.plan import bytes_text
 
-_BY_HAND_S = 600.0  # for a user to start the scripts of torchrun
+_BY_HAND_S = 600.0  # time for a user to start torchrun's scripts
 _LEAST_FREE = 0.9  # fraction of a GPU's memory
 _CLOCK_S = 1.0
 _LOG_BYTES, _LOG_LINES = 4096, 5
-_LEAST_MIN = 10  # minutes of a Slurm job in addition to the steps'
+_LEAST_MIN = 10  # minutes of a Slurm job in addition to the time for the steps
 
 
 def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.Callback]) -> int:
-    """Starts the check on all nodes, waits for their reports, and prints findings and a table; returns 1 if one fails.
+    """Starts the check on all nodes, waits for their reports, prints findings and a table; returns 1 if a check fails.
 
     Raises:
-        UsageError: without a section `launch:`, and for Kubernetes.
+        UsageError: if there is no section `launch:`, or for Kubernetes.
     """
     check_positive(deadline_s=deadline_s)
     cli = LaunchedCLI(["fit", *args], callbacks=callbacks)
@@ -82,7 +82,7 @@ def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.C
             sys.stdout.write(f"{one_period(str(finding))}\n")
         for path in spec.folders.values():
             for node in range(len(hosts)):
-                spec.probe(path, node).unlink(missing_ok=True)  # killed nodes leave theirs
+                spec.probe(path, node).unlink(missing_ok=True)  # killed nodes leave their files behind
     totals = f"{nums['ok']} ok, {count_text(nums['warning'], 'warning')}, {nums['fails']} failed"
     sys.stdout.write(f"\n{table(spec, hosts, reports)}\n\n{totals}\n")
     return int(nums["fails"] > 0)
@@ -105,10 +105,10 @@ def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpe
         folders["trainer.engine.weight_folder"] = plan.facts.weight_folder
     return NodeSpec(
         folder=plan.folder,
-        # torchrun itself listens on the plan's port, and has then tested it
+        # torchrun already listens on the plan's port, so that port works; use another one for the check
         port=plan.port + (NUM_PORTS if plan.launch.launcher == "torchrun" else 0),
         ports=[here or [plan.port + SERVER_OFFSET] for here in ports],
-        num_gpus=[*map(len, gpus)],  # a process gets only these
+        num_gpus=[*map(len, gpus)],  # a process sees only these
         folders=folders,
         models=dict(models),
         deadline_s=deadline_s,
@@ -117,9 +117,9 @@ def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpe
 
 
 def check_plan(plan: Plan, deadline_s: float) -> Plan:
-    """Returns a plan with one process on each host: a rank's where a run has ranks, otherwise one in place of servers.
+    """Returns a plan with one process per host: in place of ranks if the run has ranks there, otherwise of servers.
 
-    It has the environment, container and options of the run, and the GPUs that the run uses on this host.
+    The process has the environment, container and options of the run, and the GPUs that the run uses on this host.
     """
     command = (plan.processes[0].command[0], "-m", "lightrl", "doctor", "node", plan.folder, *plan.hosts)
     processes = []
@@ -163,12 +163,12 @@ def _run_on_nodes(plan: Plan, spec: NodeSpec) -> None:
         reports = [spec.read(node) for node in range(len(plan.hosts))]
         return all(report is not None and report.step == STEPS[-1] for report in reports)
 
-    # torchrun's scripts are started by hand; with a network file system, a report may arrive after its process's end
+    # A user starts torchrun's scripts; on a network file system, a report may appear after its process has ended.
     wait_until(are_done, _BY_HAND_S if plan.launch.launcher == "torchrun" else 5.0)
 
 
 def _logs(plan: Plan, hosts: Sequence[str]) -> list[str]:
-    """Returns the end of each node's log, or of the job's."""
+    """Returns the end of each node's log, or of the job's log if the node has none."""
     ends = []
     for process in plan.processes:
         files = (Path(with_hosts(plan.log_file(process), hosts)), Path(plan.folder) / "job.log")
@@ -202,16 +202,16 @@ def findings(
         found = {host: report.models[role] for host, report in present.items() if role in report.models}
         fix = f"Put {path} on a shared folder, or the same files on all nodes."
         if found and not any(found.values()):
-            text = f"{role}: {path} is on no node; each node would download it."
+            text = f"{role}: no node has {path}; each node would download it."
             yield Finding("model", text, "warning", "Download it first to a folder or HF_HOME that all nodes share.")
         else:
             texts = {host: f"{path} {name or 'not found'}" for host, name in found.items()}
             yield from _equal("model", {role: texts}, fix)
     clocks = {host: report.clock_s for host, report in present.items() if report.clock_s is not None}
     wrong = [f"{host} {offset:+.1f} s" for host, (offset, error) in clocks.items() if abs(offset) - error > _CLOCK_S]
-    differing = f"Clocks that differ from that of {hosts[0]}: {', '.join(wrong)}."
+    differing = f"Clocks that differ from {hosts[0]}'s: {', '.join(wrong)}."
     text = differing if wrong else f"The clocks agree within {_CLOCK_S:g} s."
-    fix = "Set up chrony or ntpd; times in logs, the trace and lightrl status are wrong otherwise."
+    fix = "Set up chrony or ntpd; otherwise, times in logs, the trace and lightrl status are wrong."
     if clocks:
         yield check("clocks", text, "warning", fix, is_wrong=bool(wrong))
     speeds = [report.bytes_per_s for report in present.values()]
@@ -221,7 +221,7 @@ def findings(
 
 
 def _versions(present: Mapping[str, Report]) -> dict[str, dict[str, str]]:
-    """Returns the version of each package by node; and of NVIDIA's driver, if a node has one."""
+    """Returns the version of each package by node, and of NVIDIA's driver if any node has one."""
     versions: dict[str, dict[str, str]] = {}
     for host, report in present.items():
         for name, version in {**report.versions, "driver": report.driver}.items():
@@ -248,7 +248,7 @@ def _gpu_findings(present: Mapping[str, Report]) -> Iterator[Finding]:
     kinds = {host: kind for host, kind in kinds.items() if kind}
     if len(set(kinds.values())) > 1:
         text = "; ".join(f"{host} has {kind}" for host, kind in kinds.items())
-        fix = "Ranks wait for the slowest: select one kind, such as with launch.options: {constraint: …}."
+        fix = "Ranks wait for the slowest: select one kind, for example with launch.options: {constraint: …}."
         yield Finding("GPUs", f"Nodes have different GPUs: {text}.", "warning", fix)
     for host, report in present.items():
         for index, (name, free, total) in enumerate(report.gpus):
@@ -269,7 +269,7 @@ def _folder_findings(spec: NodeSpec, hosts: Sequence[str], reports: Sequence[Rep
             fix = f"Mount one shared disk at {path} on all nodes, or change {setting}."
             yield Finding("folders", text, "fails", fix)
         if not unseen and all(report is not None and report.step != STEPS[0] for report in reports):
-            yield Finding("folders", f"All nodes write and see each other's files in {setting}={path}.")
+            yield Finding("folders", f"All nodes can write and see each other's files in {setting}={path}.")
 
 
 def table(spec: NodeSpec, hosts: Sequence[str], reports: Sequence[Report | None]) -> str:

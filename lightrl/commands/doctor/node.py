@@ -1,6 +1,6 @@
-"""The program that `lightrl doctor launch` starts on each node; it reports in files of the launch's folder.
+"""The program that `lightrl doctor launch` starts on each node; it writes its report to the launch's folder.
 
-    python -m lightrl doctor node FOLDER HOST0 HOST1 … [--node NUMBER]     with the number: a host of servers
+    python -m lightrl doctor node FOLDER HOST0 HOST1 … [--node NUMBER]     with --node: a host that has only servers
 
 A node adds to its report `node-N.json` after each of these steps, so the last one shows where a node hangs or dies:
 
@@ -9,7 +9,7 @@ A node adds to its report `node-N.json` after each of these steps, so the last o
     network   connects to the ports of the other nodes; each answers with its number and its clock
     done      sums a tensor over all nodes, with gloo and, on GPUs, with NCCL
 
-Nodes wait for each other's reports only, up to a deadline per step, so no failure of one keeps another from reporting.
+Nodes wait only for each other's reports, up to a deadline per step, so a failed node cannot keep others from reporting.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 class NodeSpec:
     """Instructions for the check of a launch's nodes."""
 
-    folder: str  # the check's; nodes report here
-    port: int  # the store's, on the first node
+    folder: str  # the check's folder, to which nodes write their reports
+    port: int  # of the store on the first node
     ports: list[list[int]]  # node → ports of its servers and its weight receiver
     num_gpus: list[int]  # node → GPUs that the launch uses; 0 on CPUs
     folders: dict[str, str]  # setting → folder that all nodes must share
     models: dict[str, str]  # role → path or hub name
     deadline_s: float  # per step
-    servers_wait: bool  # the launcher ends the processes of hosts with only servers, and they must not end before
+    servers_wait: bool  # the launcher ends the processes of hosts with only servers; they must not exit earlier
 
     def probe(self, path: str, node: int) -> Path:
         """Returns the file that a node writes to a shared folder."""
@@ -69,7 +69,7 @@ class NodeSpec:
         """Returns a node's report; None if there is none yet."""
         file = Path(self.folder) / f"node-{node}.json"
         try:
-            list(file.parent.iterdir())  # a network file system then asks its server for new names
+            list(file.parent.iterdir())  # makes a network file system ask its server for new names
             return Report(**json.loads(file.read_text()))
         except FileNotFoundError:
             return None
@@ -79,16 +79,16 @@ class NodeSpec:
 class Report:
     """Results of a node's checks, so far."""
 
-    step: str = STEPS[0]  # the last that is complete
+    step: str = STEPS[0]  # the last complete step
     host: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    driver: str = ""  # version of NVIDIA's
+    driver: str = ""  # version of NVIDIA's driver
     gpus: list[tuple[str, float, float]] = field(default_factory=list)  # name, free and total bytes
     ports: list[int] = field(default_factory=list)  # opened by this node
-    models: dict[str, str] = field(default_factory=dict)  # role → fingerprint; empty if it is not on this node
-    unseen: dict[str, list[int]] = field(default_factory=dict)  # setting → nodes whose files are not there
+    models: dict[str, str] = field(default_factory=dict)  # role → fingerprint; empty if this node lacks the model
+    unseen: dict[str, list[int]] = field(default_factory=dict)  # setting → nodes whose files this node does not see
     reached: list[int] = field(default_factory=list)  # nodes
-    clock_s: tuple[float, float] | None = None  # this node's clock minus that of node 0, and how exact that is
+    clock_s: tuple[float, float] | None = None  # this node's clock minus node 0's, and the uncertainty
     bytes_per_s: dict[str, float] = field(default_factory=dict)  # backend → bandwidth of an all_reduce
     problems: list[tuple[str, str, str]] = field(default_factory=list)  # area, text, fix
 
@@ -101,7 +101,7 @@ def main(args: Sequence[str]) -> int:
     given = parser.parse_args(args)
     spec = NodeSpec(**json.loads((Path(given.folder) / SPEC_FILE).read_text()))
     is_server = given.node is not None
-    # otherwise the variable of torchrun and of our launchers, or Slurm's
+    # torchrun and our launchers set RANK; Slurm sets SLURM_PROCID
     node = given.node if is_server else int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
     # a collective that ignores its timeout must not keep the node's process alive; the report shows the step
     killer = threading.Timer(len(STEPS) * spec.deadline_s + _SLACK_S, os._exit, (0,))
@@ -112,7 +112,7 @@ def main(args: Sequence[str]) -> int:
 
 
 class NodeCheck:
-    """Makes the checks of one node and reports them."""
+    """Runs one node's checks and reports the results."""
 
     def __init__(self, spec: NodeSpec, node: int, hosts: Sequence[str], *, is_server: bool) -> None:
         self.is_server = is_server  # this node has servers, but no ranks
@@ -140,7 +140,7 @@ class NodeCheck:
         self._finish("done")
         for path in spec.folders.values():
             spec.probe(path, self.node).unlink(missing_ok=True)
-        self._wait_for("done")  # node 0 has the store of the others' process groups
+        self._wait_for("done")  # node 0 has the store for the other nodes' process groups
         if self.is_server and spec.servers_wait:
             time.sleep(spec.deadline_s)
 
@@ -170,7 +170,7 @@ class NodeCheck:
         num = torch.cuda.device_count() if needed else 0
         if num < needed:
             fix = "Check nvidia-smi, the container's GPU option and the job's request; or lower launch.gpus_per_node."
-            self._problem("GPUs", f"torch sees {num} GPUs, the launch uses {needed}.", fix)
+            self._problem("GPUs", f"torch sees {num} GPUs, but the launch uses {needed}.", fix)
         for index in range(num):
             free, total = torch.cuda.mem_get_info(index)
             self.report.gpus.append((torch.cuda.get_device_name(index), free, total))
@@ -233,7 +233,7 @@ class NodeCheck:
                 except (OSError, ValueError) as error:
                     is_reached = False
                     fix = "Open ports launch.port to launch.port + 64 between the nodes (firewall, security group), "
-                    fix += f"and check that {self.hosts[other]} is its name in the network of the others."
+                    fix += f"and check that other nodes reach it by the name {self.hosts[other]}."
                     self._problem("network", f"cannot reach {place}: {error or type(error).__name__}.", fix)
                     break
                 if number != other:
@@ -247,7 +247,7 @@ class NodeCheck:
                 self.report.reached.append(other)
 
     def _ask(self, other: int, port: int) -> tuple[int, tuple[float, float]]:
-        """Returns the number of the node that answers, and by how much this clock is ahead of its, with the error."""
+        """Returns the number of the node that answers, and how far this clock is ahead, with the uncertainty."""
         start_s = time.time()
         with socket.create_connection((self.hosts[other], port), min(_CONNECT_S, self.spec.deadline_s)) as connection:
             number, clock = connection.makefile().readline(100).split()  # other programs may send more
@@ -269,11 +269,11 @@ class NodeCheck:
                 dist.init_process_group(name, timeout=timeout, store=own, rank=self.node, world_size=world)
                 self.report.bytes_per_s[name] = all_reduce_speed(torch.device(device), size)
                 dist.destroy_process_group()
-        except RuntimeError as error:  # torch's DistError is one
+        except RuntimeError as error:  # includes torch's DistError
             text = f"{name} at {self.hosts[0]}:{self.spec.port} failed: {str(error).strip().splitlines()[0]}"
             variable = "NCCL" if name == "nccl" else "GLOO"
             fix = "Open this port, or set launch.port if it is in use; open the dynamic ports between the nodes; set "
-            fix += f"{variable}_SOCKET_IFNAME in launch.environment to their network, and NCCL_DEBUG: INFO to see more."
+            fix += f"{variable}_SOCKET_IFNAME in launch.environment to the interface, and NCCL_DEBUG: INFO to see more."
             self._problem("all_reduce", text, fix)
 
     def _backends(self) -> Iterator[tuple[str, str, int]]:
@@ -311,7 +311,7 @@ def missing_interfaces(variable: str, text: str, present: Sequence[str]) -> str:
 
 
 def fingerprint(path: str) -> str:
-    """Identifies the model in a folder by the files' names, sizes and config, or a hub's by its commit; "" if none."""
+    """Identifies a model folder by file names, sizes and config, or a hub model by its commit; "" if there is none."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(path).expanduser()

@@ -79,7 +79,7 @@ def _summary(rows: Sequence[ReplayRow], options: argparse.Namespace) -> str:
         lines.append(f"All rewards are {rewards[0]:.3g}: the policy learns nothing from a group with equal rewards.")
     num = sum(not row.is_deterministic for row in rows)
     if num:
-        lines.append(f"Completions with different results in {options.repeats} calls: {num}. A resume will differ.")
+        lines.append(f"Completions with different results in {options.repeats} calls: {num}. Resumed runs will differ.")
     elif options.repeats > 1:
         lines.append(f"The results of {options.repeats} calls are the same.")
     return "\n".join(lines)

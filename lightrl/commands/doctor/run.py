@@ -64,7 +64,7 @@ Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # time in which a server that already runs must answer
+_ANSWER_S = 10.0  # within this time, a running server must answer
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
@@ -82,7 +82,7 @@ _SHORTENED: dict[str, object] = {
 
 
 def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
-    """Prints a line for each check as soon as it is done; returns 1 if one fails."""
+    """Prints a line for each check as soon as it is done; returns 1 if a check fails."""
     logging.getLogger("lightrl").setLevel(logging.WARNING)
     prompts = logging.getLogger("lightrl.data.prompts")
     prompts.addFilter(_is_no_repeat)
@@ -94,12 +94,12 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
 
 
 def _is_no_repeat(record: logging.LogRecord) -> bool:
-    """Filters the warning about validation prompts that are also train prompts, which the check of the data prints."""
+    """Filters out the warning about validation prompts that are also train prompts: the data check prints it."""
     return "train prompts" not in record.getMessage()
 
 
 class _RunCheck(LightRLCLI):
-    """Runs two iterations of `lightrl fit`, without its output, and makes checks before and after them."""
+    """Runs two iterations of `lightrl fit`, without its output, with checks before and after them."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -150,7 +150,7 @@ class _RunCheck(LightRLCLI):
         module, datamodule = self.model, self.datamodule
         if not isinstance(module, RLModule):
             needed = f"an RLModule such as GRPO, got {type(module).__name__}"
-            raise UsageError(f"lightrl doctor run needs {needed}. For data alone: lightrl doctor data.")
+            raise UsageError(f"lightrl doctor run needs {needed}. To check only data: lightrl doctor data.")
         self._check_before(module, datamodule)
         checkpoints = [callback for callback in self.user_callbacks if isinstance(callback, ModelCheckpoint)]
         if not checkpoints and self.user_trainer.get("enable_checkpointing") is not False:
@@ -283,7 +283,7 @@ def _trial_findings(trial: Trial, module: RLModule) -> Iterator[Finding]:
         used.append(("rank 0's GPU", torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]))
     fix = "Lower model.microbatch_tokens or data.batch_size, or set activation_checkpointing."
     for name, num, total in used:
-        text = f"The trial used up to {bytes_text(num)} of the {bytes_text(total)} of {name}."
+        text = f"The trial used up to {bytes_text(num)} of {bytes_text(total)} on {name}."
         yield check("memory", text, "warning", fix, is_wrong=num > _ALMOST_ALL * total)
 
 
@@ -308,7 +308,7 @@ def _completions(trial: Trial, module: RLModule) -> Iterator[Finding]:
     stops = "; ".join(f"{tokens} ({', '.join(names)})" for tokens, names in sources.items())
     trajectories = trial.trajectories
     if not trajectories:
-        yield Finding("completions", "No trajectory finished.", "fails", "See the drops below and the log above.")
+        yield Finding("completions", "No trajectory finished.", "fails", "See the reasons below and the log above.")
         return
     cut = _cut_fraction(trajectories)
     lengths = [sum(trajectory.loss_mask) for trajectory in trajectories]
@@ -375,8 +375,8 @@ def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches
     checkpoints, logs = files * trial.checkpoint_bytes, iterations * logged_bytes
     text = (
         f"{iterations:.0f} iterations take about {duration_text(iterations * last + validation_s)} "
-        f"(validation {duration_text(validation_s)} of it) and write {bytes_text(checkpoints)} of checkpoints (each "
-        f"{bytes_text(trial.checkpoint_bytes)}) and {bytes_text(logs)} of trajectories, if all are like the last "
+        f"(including {duration_text(validation_s)} of validation) and write {bytes_text(checkpoints)} of checkpoints "
+        f"({bytes_text(trial.checkpoint_bytes)} each) and {bytes_text(logs)} of trajectories, if all are like the last "
         "one. Longer completions take longer."
     )
     yield Finding("run", text)
@@ -384,7 +384,7 @@ def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches
 
 
 def bottleneck_findings(area: str, text: str) -> Iterator[Finding]:
-    """Reports the part that takes most of an iteration, if any; a slow reward or data are a warning."""
+    """Reports the part that takes most of an iteration, if any; slow rewards or data are a warning."""
     problem, _, fix = text.partition(". ")
     if area in ("reward", "data"):
         yield Finding("time", f"{problem}.", "warning", fix)
@@ -484,10 +484,10 @@ def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterat
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
         is_plain = module.tokenizer.chat_template is None
-        how = "Without a chat template the first prompt is plain text" if is_plain else "The chat template renders it"
+        how = "is plain text" if is_plain else "uses the chat template"
         fix = "Set data.chat_template, unless the model was trained on plain text."
         is_wrong = is_plain and prompt.messages is not None
-        yield check("template", f"{how}; the policy continues {end!r}.", "warning", fix, is_wrong=is_wrong)
+        yield check("template", f"The first prompt {how} and ends in {end!r}.", "warning", fix, is_wrong=is_wrong)
     if not isinstance(datamodule, PromptDataModule):
         yield Finding("data", f"{type(datamodule).__name__} makes its own prompts; only the trial's are checked.")
         return
@@ -496,7 +496,7 @@ def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterat
         read = f"the first {_MAX_ROWS} rows: " if report.is_cut else ""
         problems = "; ".join(["", *report.problems[:_SHOWN_PROBLEMS]])
         text = f"{report.name}: {read}{report.counts_text()}{problems}"
-        fix = "Fix these; lightrl doctor data lists all."
+        fix = "Fix these rows; lightrl doctor data lists more."
         yield check("data", text, "fails", fix, is_wrong=report.is_refused(datamodule.max_bad_fraction))
     for text in repeats(*reports):
         yield Finding("data", f"{text[0].upper()}{text[1:]}.", "warning", "Remove unintended copies.")

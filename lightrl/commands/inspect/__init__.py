@@ -1,4 +1,4 @@
-"""Inspect: a run as a page in a browser: curves, trajectories token by token, timelines, problems, settings.
+"""Shows runs in a browser: curves, trajectories token by token, timelines, problems, settings.
 
 Reading order:
     run_folder.py  which folders are runs, their status and settings
@@ -6,7 +6,7 @@ Reading order:
     answers.py     answers the page's questions with JSON: curves, each token of a trajectory, timelines
     server.py      the page on the loopback, with a token in its address
     command.py     the command line; the page as one file
-    page/          HTML, JavaScript and CSS, as the browser gets them
+    page/          the HTML, JavaScript and CSS that the browser gets
 
 May import: checks, trace, trajectory; neither torch nor Lightning, so the page opens at once. Text from a model
 only ever enters the page as text (`textContent`). To show something new, add an answer here and a view in

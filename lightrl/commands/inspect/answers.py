@@ -117,7 +117,7 @@ def _reading_files(question: str) -> Iterator[None]:
 
 
 class Answers:
-    """Answers questions from any thread; a run's number is its position in `runs`; `cache` is a folder for indices."""
+    """Answers questions from any thread. A run's number is its position in `runs`; `cache` is a folder for indices."""
 
     def __init__(self, runs: Sequence[Run], cache: Path | None = None) -> None:
         self.runs = [_OpenRun(run, cache) for run in runs]
@@ -270,10 +270,10 @@ def _images(trajectory: Json) -> list[str]:
 
 
 def image(record: Json, number: int) -> tuple[str, bytes]:
-    """Returns the content type and bytes of a trajectory's image; no other file of the machine is served."""
+    """Returns the content type and bytes of a trajectory's image; refuses any other kind of file."""
     images = _images(record["trajectory"])
     if not 0 <= number < len(images):
-        raise LookupError(f"The trajectory has {count_text(len(images), 'image')}; there is no number {number}.")
+        raise LookupError(f"The trajectory has {count_text(len(images), 'image')}; there is no image {number}.")
     source = str(images[number])
     try:
         if source.startswith("data:"):

@@ -1,9 +1,9 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too; their finish is the drop reason. Those whose reward or agent failed have tokens, from
-the files of failures; the problem files list the others.
+Dropped trajectories are rows too; their finish is the drop reason. If the reward or the agent failed, the row has
+tokens, from the failure files; other drops come from the problem files.
 
-TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. A thread
+TrajectoryLog writes the table's columns before the trajectory, so a long line costs no more than a short one. A thread
 reads files whose size or time has changed, newest first; the table can be read meanwhile.
 """
 
@@ -93,7 +93,7 @@ class TrajectoryIndex:
                             _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
-            with database:  # hides as many problems with a text as there are trajectories with it in files of failures
+            with database:  # hides one problem for each row of a failure file with the same text: it is the same drop
                 database.execute("UPDATE rows SET is_hidden = 0 WHERE is_hidden")
                 database.execute(_HIDE)
             return self.num_missing
@@ -187,7 +187,7 @@ def condition(query: str) -> tuple[str, list[object], list[str]]:
         elif word == "dropped" or (name == "finish" and sign in ("=", "!=")):
             clauses.append(f"finish {'NOT ' if sign == '!=' else ''}LIKE ?")
             values.append(f"{text if match else word}%")
-        elif name not in _NUMBERS or text:  # a number that is still being typed is not a word
+        elif name not in _NUMBERS or text:  # ignores a condition whose number is still being typed
             clauses.append(f"({' OR '.join(f'instr(lower({column}), ?)' for column in _TEXTS)})")
             values += [word.encode().lower().decode()] * len(_TEXTS)  # ASCII only, like SQLite's lower
             notes += [_why_searched_as_text(word, name, text)] if match else []

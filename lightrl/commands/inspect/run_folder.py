@@ -53,7 +53,7 @@ class Run:
         return status if isinstance(status, dict) else {}
 
     def settings(self) -> dict[str, str]:
-        """Returns the settings in its `config.yaml` by their command-line names; empty if there is no such file."""
+        """Returns the settings in `config.yaml` by their command-line names; empty if there is no such file."""
         try:
             text = read_text(self.folder / "config.yaml")
             depth = 0

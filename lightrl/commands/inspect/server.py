@@ -1,8 +1,8 @@
-"""Serves the page on the loopback: its address has a token, and the browser runs only the page's own script.
+"""Serves the page on the loopback; its address contains a token, and the browser runs only the page's own script.
 
 Another site's page in the same browser can send requests to the loopback, but does not know the token; if it uses
-another host name (DNS rebinding), its `Host` is refused. A run's files are only data: answers are JSON, images are
-images, and the policy below lets the browser run only the package's script.
+another host name (DNS rebinding), its `Host` is refused. A run's files are served only as data, in JSON answers and
+images, and the content security policy below lets the browser run only the package's script.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Server(ThreadingHTTPServer):
     page: PageServer
 
     def verify_request(self, request: object, client_address: object) -> bool:
-        return threading.active_count() < _MAX_THREADS  # one per connection, even an idle one
+        return threading.active_count() < _MAX_THREADS  # each connection has a thread, even if it is idle
 
 
 class _Handler(BaseHTTPRequestHandler):

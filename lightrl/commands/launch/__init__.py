@@ -1,4 +1,4 @@
-"""Launch: runs on one machine or many. A plan places the processes; launchers start and stop them there.
+"""Starts runs on one machine or many. A plan places the processes; launchers start and stop them there.
 
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML, and AReaL's allocation strings

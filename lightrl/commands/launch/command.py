@@ -35,7 +35,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts the trainer ranks and servers of a run, on one machine or many, as the config's section `launch:` says. Accepts
+Starts the trainer ranks and servers of a run, on one machine or many, as set in the config's section `launch:`. Accepts
 the settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
@@ -107,7 +107,7 @@ def plan_of(
 
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
-        is_shown: whether the plan is shown, not started; hosts not known yet are then called `node1` and so on.
+        is_shown: whether the plan is only shown; hosts not known yet are then called `node1` and so on.
         is_dry: whether nothing is started afterwards, so that this machine need not have the GPUs.
     """
     launch = Launch.of(settings["launch"])
@@ -173,7 +173,7 @@ def launch(args: Sequence[str]) -> int:
     try:
         launcher.start()
         if plan.launch.launcher == "torchrun":
-            sys.stdout.write("After a failure, restart all of them, the trainer's with `--ckpt_path last`.\n")
+            sys.stdout.write("After a failure, restart all scripts, the trainer's with `--ckpt_path last`.\n")
         has_started = True
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0

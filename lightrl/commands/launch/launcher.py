@@ -44,7 +44,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the run and returns its exit code; by default returns 0 at once: another program watches it."""
+        """Waits for the run and returns its exit code; the default, if another program watches the run, returns 0."""
         return 0
 
     def end(self) -> None:

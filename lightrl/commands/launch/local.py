@@ -1,7 +1,7 @@
 """LocalLauncher: runs all ranks and servers on this machine, each with its share of the GPUs.
 
-Between the launcher and each process is a guard (concurrency/parent_guard.py), which ends the process and everything it
-started when the launcher ends, even if it is killed with `kill -9`.
+A guard (concurrency/parent_guard.py) between the launcher and each process ends the process and everything it started
+when the launcher ends, even if the launcher is killed with `kill -9`.
 
     start ─► all run ── one fails ──► stop the others ─► retries left? restart all from the newest checkpoint
                    ├─── servers fail ──► retries left? restart only the servers; they get the run's weights
@@ -56,7 +56,7 @@ class GuardedProcesses:
         Args:
             environment: variables to add to this process's environment.
             secret_files: variable → the file that contains its value.
-            log_file: the command's output is appended to it.
+            log_file: the file to which the command's output is appended.
             grace_s, folder: see ChildProcess.
         """
         secrets = {variable: Path(file).read_text().strip() for variable, file in secret_files.items()}
@@ -143,7 +143,7 @@ class LocalLauncher(Launcher):
         """Finds hosts for the plan's processes (in subclasses); with `while_ranks_run`, gives up if the ranks exit."""
 
     def _watch(self) -> tuple[str, int] | None:
-        """Waits until all ranks are done, or returns name and exit code of a process that failed."""
+        """Waits until all ranks are done, or returns the name and exit code of a process that failed."""
         trainers = {one.name for one in self.plan.of("trainer")}
         while True:
             for log in self._logs:

@@ -253,7 +253,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         where = "on the trainer's GPUs" if is_colocated else f"next to {count_text(layout.ranks, 'trainer rank')}"
         raise ValueError(
             f"launch.servers={layout.servers} with tp={tp} needs {count_text(layout.servers * tp, 'GPU')} {where}, but "
-            f"{have} hold {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
+            f"{have} has room for {count_text(len(slots), 'server')}. Lower launch.servers or launch.ranks, or add "
             "nodes."
         )
     servers: Placed = {}
@@ -293,7 +293,7 @@ def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list
         engine = facts.engine or layout.engine or "SGLangEngine"
         if layout.engine not in (None, engine):
             backend = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}.get(engine)
-            other = f", or its backend to {backend}" if backend else ""
+            other = f", or the allocation's backend to {backend}" if backend else ""
             raise ValueError(
                 f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}. Set trainer.engine to "
                 f"{layout.engine}{other}."

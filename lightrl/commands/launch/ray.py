@@ -7,7 +7,7 @@ An actor reserves CPUs, memory and GPUs for its host's processes, and starts, wa
 When the launcher ends, Ray ends the actors, and the guards then end their processes. When a host is lost, Ray places
 its bundle on another host; the launcher then restarts the host's servers or, if it had ranks, the whole run.
 
-Ray Train would run the training in a thread, where Lightning receives no signal to save a checkpoint.
+Ray Train is not used: it would train in a thread, where Lightning receives no signal to save a checkpoint.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ class RayLauncher(LocalLauncher):
 
     def __init__(self, plan: Plan, *, write: Callable[[str], object] = sys.stderr.write) -> None:
         if unknown := sorted(plan.launch.options.keys() - {"address"}):
-            raise ValueError(f"launch.options for ray must have only address, got {', '.join(unknown)}.")
+            raise ValueError(f"launch.options for ray must contain only address, got {', '.join(unknown)}.")
         super().__init__(plan, write=write)
         self.hosts = []
         self._unplaced = plan
-        self.selectors = _selectors(plan)  # of each host of the plan: labels that its node must have
+        self.selectors = _selectors(plan)  # for each host of the plan: labels that its node must have
         self._group: Any = None
         self._actors: dict[int, RayHost] = {}  # plan's host → its actor
         self._places: dict[int, tuple[str, list[str]]] = {}  # plan's host → address and GPUs
@@ -98,7 +98,7 @@ class RayLauncher(LocalLauncher):
         return {"placement_group.yaml": yaml.safe_dump(group)}
 
     def bundles(self) -> list[dict[str, int]]:
-        """Returns the resources of each host of the plan: CPUs, bytes of memory, and the GPUs up to the last in use."""
+        """Returns the resources of each host of the plan: CPUs, bytes of memory, and GPUs up to the last one used."""
         bundles = []
         for host in range(1 + max(one.host for one in self._unplaced.processes)):
             here = [one for one in self._unplaced.processes if one.host == host]
@@ -213,6 +213,6 @@ def _selectors(plan: Plan) -> list[dict[str, str]]:
 
 
 def _offered(node: Mapping[str, Any]) -> JsonObject:
-    """Returns what a node of Ray offers, with the labels that a user gave it."""
+    """Returns a Ray node's resources, and the labels that a user gave it."""
     labels = {name: value for name, value in node.get("Labels", {}).items() if not name.startswith("ray.io/")}
     return {name: node["Resources"].get(name, 0) for name in ("CPU", "memory", "GPU")} | labels

@@ -33,7 +33,7 @@ class TorchrunLauncher(Launcher):
         self.plan = plan
 
     def files(self) -> Mapping[str, str]:
-        """Returns `trainer-HOST.sh` and `servers-HOST.sh`; arguments of the former are passed to `lightrl fit`."""
+        """Returns `trainer-HOST.sh`, which passes its arguments to `lightrl fit`, and `servers-HOST.sh`."""
         return {name: self._script(process) for name, process in self._scripts().items()}
 
     def start(self) -> None:
@@ -75,7 +75,7 @@ def _log_lines(folder: str, name: str) -> list[str]:
 
 
 _OPTIONS = ("claim", "namespace", "name", "runtime")
-# NCCL shares memory between a pod's processes; a container has 64 MiB of it by default.
+# NCCL shares memory between a pod's processes; a container has only 64 MiB of shared memory by default.
 _MEMORY: JsonObject = {"name": "shm", "emptyDir": {"medium": "Memory"}}
 _SHARED_MEMORY: JsonObject = {"name": "shm", "mountPath": "/dev/shm"}
 _TRAINER = "node"  # name of the job and its container in Kubeflow's runtime torch-distributed
@@ -87,11 +87,11 @@ class KubernetesLauncher(Launcher):
     def __init__(self, plan: Plan) -> None:
         options = plan.launch.options
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise ValueError(f"launch.options for kubernetes are {', '.join(_OPTIONS)}, got {', '.join(unknown)}.")
+            raise ValueError(f"launch.options for kubernetes are {', '.join(_OPTIONS)}; got {', '.join(unknown)}.")
         if "claim" not in options:
             raise ValueError("launcher: kubernetes needs launch.options.claim, a volume claim that all pods can mount.")
         if plan.layout.placement == "colocated":
-            raise ValueError("launcher: kubernetes cannot colocate: two pods do not share a GPU. Use separate.")
+            raise ValueError("launcher: kubernetes cannot colocate: two pods cannot share a GPU. Use separate.")
         self.plan = plan
         self.name = options.get("name", "lightrl")
 

@@ -2,15 +2,15 @@
 
 `launch.allocation` accepts AReaL's strings, such as `sglang.d4t2+d2p2t1`, which say how many GPUs each part gets and
 how a model is split over them. The supported forms are documented on AReaL's reference page
-(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on that page before backends became mandatory
+(https://inclusionai.github.io/AReaL/en/reference/alloc_mode.html), on its version before backends became mandatory
 (`docs/reference/alloc_mode.md` in the repository's history), and in the grammar of `areal/api/alloc_mode.py`. No
 source was found for `+eval` and `+cpu`.
 
     sglang:d4t2                            one part: a backend and its sizes
     sglang:d4t2 + fsdp:d8                  `+`: parts on separate GPUs
     sglang.d4p1m1+d2p2m1                   AReaL Core: m means t
-    sglang.d4t2p1+d2p2t1                   older: a dot, and no training backend: fsdp, or megatron with p or e
-    sglang:d4+eval, sglang:d4+cpu          older: only servers, and an evaluation without GPUs
+    sglang.d4t2p1+d2p2t1                   older: a dot; the training backend is fsdp, or megatron with p or e
+    sglang:d4+eval, sglang:d4+cpu          older: only servers, and an evaluation that uses no GPUs
     sglang[rollout]:d2+fsdp[actor]:d4      parts with names; also fsdp(actor):d4 and [actor]:d4
     fsdp[actor]:d4|fsdp[critic]:d4         `|`, which binds tighter than `+`: parts on the same GPUs
     megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)  a different split of experts; parentheses or backend may be omitted
@@ -52,9 +52,9 @@ class Resources:
     """Resources that Ray or Kubernetes reserves for each rank or server, in addition to its GPUs.
 
     Args:
-        cpus: CPU cores; None reserves one for a process on Ray, and none on Kubernetes.
+        cpus: CPU cores; None reserves one core per process on Ray, and none on Kubernetes.
         memory_gb: memory of the host, in 1e9 bytes; None reserves none.
-        node_selector: labels that a node must have, such as `{gpu: h200}`: of Kubernetes, or of `ray start --labels`.
+        node_selector: labels that a node must have, such as `{gpu: h200}`; set them with Kubernetes or `ray start`.
     """
 
     cpus: int | None = None
@@ -173,7 +173,7 @@ class Layout:
     trainer_tp: int | None = None
     cp: int = 1  # cp and ep are FSDP2Strategy's; 1 leaves the choice to the strategy
     ep: int = 1
-    engine: str | None = None  # the class whose servers these are; None: the run's, or SGLangEngine
+    engine: str | None = None  # the engine class for these servers; None means the run's, or SGLangEngine
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
@@ -200,7 +200,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     served = [part for part in parts if part.is_served]
     trained = [part for part in parts if part.num_gpus and not part.is_served]
     if not trained:
-        raise refused("nothing in it trains. For servers alone use lightrl serve, for an evaluation lightrl test")
+        raise refused("it trains nothing. To run only servers, use lightrl serve; to evaluate, use lightrl test")
     if len(served) > 1:
         raise refused("lightrl supports only one group of servers")
     num_trained_groups = sum(any(part in trained for part in group) for group in groups)
@@ -264,7 +264,7 @@ class Part:
 
 
 def allocation_of(layout: Layout) -> str:
-    """Writes a layout as the allocation string that `layout_of` reads as the same layout."""
+    """Returns the allocation string from which `layout_of` makes this layout."""
     split = [("p", layout.trainer_pp or 1), ("t", layout.trainer_tp or 1), ("c", layout.cp), ("e", layout.ep)]
     sizes = "".join(f"{letter}{size}" for letter, size in split if size > 1)
     dp = layout.ranks // math.prod(size for letter, size in split if letter != "e")
@@ -279,7 +279,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     """Parses an allocation string; the parts of an inner list share their GPUs.
 
     Raises:
-        ValueError: if the string has none of the forms above, or inconsistent sizes.
+        ValueError: if the string matches none of the forms above, or its sizes are inconsistent.
     """
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
@@ -288,7 +288,7 @@ def parse_allocation(text: str) -> list[list[Part]]:
     parts = [part for group in groups for part in group]
     names = [part.name for part in parts if part.name is not None]
     if len(names) != len(set(names)):
-        raise _wrong(text, f"two parts have the same name among {', '.join(names)}")
+        raise _wrong(text, f"part names must be unique, got {', '.join(names)}")
     if len(parts) > 2 and len(names) < len(parts):
         raise _wrong(text, "with more than two parts, each needs a name, as in fsdp[actor]:d4")
     return groups
@@ -321,7 +321,7 @@ def _parse_part(word: str, text: str) -> Part:
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
         why = f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}"
-        if backend == "fsdp":  # AReaL's strings have e for megatron only, which is FSDP2Strategy here
+        if backend == "fsdp":  # in AReaL's strings only megatron has e, for which lightrl uses FSDP2Strategy
             why += f". Write megatron:{match['sizes']}, which lightrl trains with ep of FSDP2Strategy"
         raise _wrong(text, why)
     return Part(backend, name=match["name"] or match["old_name"], **sizes)
@@ -349,7 +349,7 @@ def _parse_sizes(word: str, allowed: str, text: str) -> JsonObject:
         raise _wrong(text, f"{word!r} must be letters, each with a size, such as d4t2")
     letters = [letter for letter, _ in pairs]
     if len(set(letters)) < len(letters) or not set(letters) <= set(allowed):
-        raise _wrong(text, f"{word!r} may have each of {', '.join(allowed)} once")
+        raise _wrong(text, f"{word!r} may have each of {', '.join(allowed)} at most once")
     return {_NAMES[letter]: int(size) for letter, size in pairs}
 
 

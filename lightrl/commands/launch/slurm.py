@@ -83,7 +83,7 @@ class SlurmLauncher(Launcher):
         if self._is_apart and {one.host for one in plan.of("servers")} != {*range(plan.trainer_hosts, len(plan.hosts))}:
             raise ValueError(
                 "launch.server_options needs servers on exactly the hosts without ranks. Change launch.nodes, ranks or "
-                "servers, or remove it."
+                "servers, or remove server_options."
             )
         self.plan = plan
         self.job: str | None = None
@@ -178,7 +178,7 @@ class SlurmLauncher(Launcher):
         return "\n".join([*lines, "esac"]) + "\n"
 
     def _head(self, step: str, process: Process) -> list[str]:
-        """Returns the first lines of a step's script. They record the id of the step, with which the job signals it."""
+        """Returns the first lines of a step's script. They record the step's id, so that the job can signal it."""
         file = f"{shlex.quote(self.plan.folder)}/{step}.step"
         part = "_HET_GROUP_1" if self._is_apart and step == "servers" else ""  # scancel ignores ids such as 7+1.0
         note = f'[ "$SLURM_PROCID" != 0 ] || echo "$SLURM_JOB_ID{part}.$SLURM_STEP_ID" > {file}'

@@ -62,7 +62,7 @@ function savedAnswer(address) {
   throw new Error("This is not in the file: it contains only a sample of the trajectories and iterations.");
 }
 
-// In an exported file the page sorts and searches the table, as the server does otherwise.
+// In an exported file, the page sorts and searches the table itself; otherwise the server does.
 function savedTable({ run, query = "", sort, order, offset = 0, limit = 100 }) {
   const notes = [];
   const columns = COLUMNS.map(([name]) => name).slice(0, -2);
@@ -142,7 +142,7 @@ function header(view) {
   }));
 }
 
-// A color for each run: the palette's, then hues that are far apart.
+// A color for each run: from the palette, then hues that are far apart.
 const colorOf = ({ number }) => COLORS[number] ?? `hsl(${(number * 137.5) % 360} 55% 52%)`;
 
 function dot(color) {
@@ -206,7 +206,7 @@ function runningMean(values) {
   });
 }
 
-// Returns what a metric is, for the curve's name.
+// Returns a metric's description, shown when the user points at the curve's name.
 function about(name) {
   const row = Object.keys(METRICS).find((key) => new RegExp(`^${key.replace(/<.*?>/g, "[^/]+")}$`).test(name));
   const [unit, meaning, healthy, otherwise] = METRICS[row] ?? [];
@@ -409,7 +409,7 @@ async function trajectory(now) {
   ];
 }
 
-// A bar to step through the table, or through the group of a trajectory that is not in the table.
+// A bar to step through the table, or through the trajectory's group if it is not in the table.
 async function neighborsOf(one) {
   const isHere = (row) => row.id === state.id;
   if (state.page?.run !== state.run || !state.page.rows.some(isHere)) await readTable();
@@ -652,7 +652,7 @@ function drawTimeline(canvas, line, status) {
   draw();
 }
 
-// Returns how deeply each event is nested in others of its row, and the maximum of each row.
+// Returns how deeply each event is nested in other events of its row, and each row's maximum.
 function depths(events) {
   const [open, of, most] = [{}, [], {}];
   events.forEach(([row, , , start, duration], index) => {
