@@ -215,7 +215,7 @@ class ToolServer(ABC):
         """Calls a tool.
 
         Raises:
-            RolloutError: if the server failed. It must have no cause; it drops the trajectory.
+            RolloutError: if the server failed, which drops the trajectory; raise it without a cause.
             ValueError: if the tool failed; the policy reads the message.
         """
 

@@ -398,14 +398,14 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Set a variable of environment"),
+        ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Pass it in environment instead"),
         ({"environment": {"A": "{env:LIGHTRL_NO_SUCH}"}}, "environment has A: .*LIGHTRL_NO_SUCH is not set"),
-        ({"readable": ["/no/such"]}, "readable has '/no/such', which must be a file or folder that exists"),
+        ({"readable": ["/no/such"]}, "readable has '/no/such', which must be an existing file or folder"),
         ({"readable": ["/"]}, "readable has '/', which must be"),
         ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
-        ({"readable": ["~"]}, "readable has '~', which opens all of your home. Name the folders"),
-        ({"readable": ["~/../me/."]}, "which opens all of your home"),
-        ({"readable": ["~/.."]}, "which opens all of your home"),
+        ({"readable": ["~"]}, "readable has '~', which exposes your home. Name only the folders"),
+        ({"readable": ["~/../me/."]}, "which exposes your home"),
+        ({"readable": ["~/.."]}, "which exposes your home"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},

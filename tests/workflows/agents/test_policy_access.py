@@ -139,7 +139,7 @@ def test_a_stop_text_ends_a_completion_and_its_tokens() -> None:
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": -1}, "temperature must be >= 0"),
         ({"logprobs": 5}, "logprobs=5 is not supported"),
-        ({"prompt": [5] * 64}, "leaves none for an answer in the context of 64"),
+        ({"prompt": [5] * 64}, "leaves no room for an answer in the context of 64"),
         ({"echo": True, "logprobs": 1}, "FakeEngine does not return a prompt's most likely tokens"),
         ({"model": "other"}, "There is no model 'other'"),
     ],
