@@ -89,7 +89,7 @@ _NAME = re.compile(
 
 
 class UnreadableError(Exception):
-    """A token does not fit the grammar at its place, or a number is too large."""
+    """Raised if a token does not fit the grammar, or a number is too large."""
 
 
 _ERRORS = (UnreadableError, ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError)
@@ -116,7 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
-    """Whether the tokens are the same, or the values are and `given` leaves no more calculations undone."""
+    """Whether the tokens are the same, or the values are and `given` does not leave more calculations undone."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)

@@ -429,7 +429,7 @@ def test_a_console_script_finds_the_interpreter_that_its_first_line_names(
     ("text", "mode", "message"),
     [
         ("#!/no/such/python\n", 0o755, "/no/such/python, the interpreter in the first line of .*mini, does not exist"),
-        ("print(1)\n", 0o755, "mini is no program and has no #! line"),
+        ("print(1)\n", 0o755, "mini is not a program and has no #! line"),
         ("#!\n", 0o755, "mini has an empty #! line"),
         ("#!{tmp}/not-executable\n", 0o755, "not-executable, the interpreter in .*, is not executable"),
     ],

@@ -307,7 +307,7 @@ def test_names_of_hosts_match_as_wholes_and_an_own_address_only_by_itself(monkey
             proxy.connect(host, port)
     for address in ("127.0.0.1", "169.254.169.254", "::1", "::ffff:127.0.0.1", "0.0.0.0", "fe80::1"):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=address, **__: [(0, 0, 0, "", (found, 443))])
-        with pytest.raises(PermissionError, match="is this machine or its link"):
+        with pytest.raises(PermissionError, match="resolves to this machine or a link-local address"):
             proxy.connect("a.example.com", 443)
     for text in ("http://pypi.org", "a b", "user@pypi.org", "pypi.org/simple", "", "*", "pypi.org:port"):
         with pytest.raises(ValueError, match=r"is not a host|port"):
