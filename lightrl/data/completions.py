@@ -396,7 +396,7 @@ class ChatBatch(NamedTuple):
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
     def experience(self) -> Experience:
-        """Returns the chats, cut after their last loss tokens, as an Experience in which each is a group."""
+        """Returns the chats, each cut after its last loss token, as an Experience in which each chat is a group."""
         columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
         lengths = (self.loss_mask * columns).amax(1)
         experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)

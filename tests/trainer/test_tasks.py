@@ -202,7 +202,7 @@ def test_tasks_are_checked_where_they_are_written(tmp_path: Path) -> None:
         Task(group_size=0)
     with pytest.raises(ValueError, match="has a task, so it needs a label"):
         DataSource("rows.jsonl", task=Task())
-    with pytest.raises(ValueError, match=r"needs a label, .* not a number, got '0'"):
+    with pytest.raises(ValueError, match=r"needs a label, .* must not be a number, got '0'"):
         DataSource("rows.jsonl", label="0", task=Task())
     same = [DataSource("rows.jsonl", label="a", task=Task(group_size=size)) for size in (2, 3)]
     with pytest.raises(ValueError, match="labeled 'a' have different tasks"):
