@@ -151,7 +151,7 @@ def _check_message(message: object, where: str) -> JsonObject:
     if "from" in message and "role" not in message:  # ShareGPT
         if message["from"] not in _SHAREGPT:
             raise ValueError(
-                f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
+                f"{where}: 'from' must be one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
             )
         fields = _without(message, "from", "value")
         message = {**fields, "role": _SHAREGPT[message["from"]], "content": message.get("value")}

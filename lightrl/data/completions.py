@@ -100,7 +100,7 @@ class ReadAhead(Generic[Item]):
 
     def _begin(self, number: int) -> None:
         if not self.wait(READ_TIMEOUT_S):  # two threads at once would count a window's rows twice
-            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The disk with the data may hang.")
         self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 

@@ -415,7 +415,7 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
             values = [value for value in (*row.values(), *extra) if value is not None]
             name = f"Line {reader.line_num - sum(len(_BREAK.findall(value)) for value in values)} of '{path}'"
             num = count_text(len(values), "column")
-            wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with a comma or line break."
+            wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with commas or line breaks."
             yield name, dict(row) if len(values) == len(names) else ValueError(wrong)
     except csv.Error as error:
         raise ValueError(f"Line {reader.line_num + 1} of '{path}' is not valid CSV: {error}. Close quotes.") from error

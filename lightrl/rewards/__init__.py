@@ -14,9 +14,9 @@ Reward functions:
     math_answer/     answers as numbers, expressions, sets or texts
     code_tests.py    programs against tests, in a sandbox (sandbox/)
     text_rewards.py  pattern, tags, length, repetition, JSON; fenced blocks of Markdown
-    length_penalty.py OverlongPenalty, for numbers of tokens
+    length_penalty.py OverlongPenalty, for completions near the length limit
     llm_judge.py     LLMJudge: a model with a rubric
-    reasoning_gym.py rows and reward of reasoning-gym's data sets
+    reasoning_gym.py rows and the reward for reasoning-gym's data sets
     environment_reward.py  the rewards that a workflow's environment returned
 
 May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a

@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does more than state a value; the output of a program or a word of prose does not."""
+    """Returns whether code does more than state a value, unlike a program's output or a word of prose."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -314,7 +314,7 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
 
 def _call(function: str, arguments: Any, accepted: Sequence[object]) -> Test:
     if not isinstance(arguments, list | tuple | Mapping):
-        raise ValueError(f"the arguments of {function} must be a list, or an object with names, got {arguments!r:.99}")
+        raise ValueError(f"the arguments of {function} must be a list or an object, got {arguments!r:.99}")
     pair = [[], arguments] if isinstance(arguments, Mapping) else [arguments, {}]
     return {"function": function, "arguments": pair, "accepted": accepted}
 
@@ -328,7 +328,7 @@ def _lines(value: object) -> str:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text; refuses a pickle that refers to a function or class, since it is not trusted."""
+    """Reads a pickled text; refuses pickles that refer to a function or class, since pickles are not trusted."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"its pickle calls {module}.{name}")

@@ -1,4 +1,4 @@
-"""References, with which rewards compare completions: lists of accepted answers, and a check before the run."""
+"""References that rewards compare completions with: lists of accepted answers, and a check before the run."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role
 
 
 class AgentEnvironment(Environment):
-    """An environment in which several agents take turns; each trajectory gets a new one. Environment explains state.
+    """An environment in which several agents take turns; each trajectory gets a new one. For state, see Environment.
 
     `agents` lists their names, such as `("x", "o")`. Several agents of one role are named `solver/0`, `solver/1`, ….
     If agents move simultaneously, ask one after the other, and show no moves until all have moved.

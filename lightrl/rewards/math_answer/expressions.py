@@ -240,7 +240,7 @@ class _Reader:
 
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
-        self._sign, self._num_signs = 1, 0  # of `\pm`
+        self._sign, self._num_signs = 1, 0  # the sign that `\pm` stands for, and how many were read
         self._degree: Any = 1  # the degree sign is only a unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 

@@ -189,7 +189,7 @@ class AgentCommand:
         names = {"memory": "memory_mib", "disk": "disk_mib", "processes": "processes"}
         if limit is not None:
             setting = f" (limits.{names[limit]}={getattr(self.limits, names[limit])})" if limit in names else ""
-            return f"was stopped by its limit of {limit}{setting}"
+            return f"was stopped by its {limit} limit{setting}"
         how = f"exited: {code}"
         if self.limits.disk_mib and (code == -signal.SIGXFSZ or os.strerror(errno.EFBIG) in output):
             how += f", perhaps because a file reached limits.disk_mib={self.limits.disk_mib}"

@@ -37,7 +37,7 @@ TopLogprobs = list[dict[str, float] | None]  # for each token: text → logprob,
 
 
 def _sampling_of(fields: JsonMapping) -> JsonObject:
-    """Returns the request's sampling settings; refuses what is not a number."""
+    """Returns the request's sampling settings; refuses values that are not numbers."""
     settings = {name: fields[name] for name in _SAMPLED.split() if name in fields}
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "seed" else int | float):
@@ -96,7 +96,7 @@ class CompletionsExchange(Exchange):
         is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt))
         prompts: Any = [prompt] if is_one else prompt
         if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
-            raise RequestRefused(f"prompt must be a text, token ids, or a list of either, got {prompt!r:.80}.")
+            raise RequestRefused(f"prompt must be text, token ids, or a list of either, got {prompt!r:.80}.")
         has_echo = bool(self.fields.get("echo", False))
         if not isinstance(num, int) or isinstance(num, bool) or num < (0 if has_echo else 1):
             raise RequestRefused(f"max_tokens must be an integer >= 1, or 0 with echo, got {num!r:.80}.")

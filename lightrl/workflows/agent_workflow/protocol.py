@@ -122,7 +122,7 @@ class RequestPattern:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The workflow's settings about requests.
+    """The workflow's settings for requests.
 
     Args:
         models: the names under which agents may ask for the policy.
@@ -281,7 +281,7 @@ class Exchange(ABC):
         if kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
             raise RequestRefused(f"A response format must be text, json_object or json_schema, got {form!r:.80}.")
         if problem := _schema_problem(json.dumps(schema)):
-            raise RequestRefused(f"The response format must have a JSON schema: {problem}.")
+            raise RequestRefused(f"The response format must have a valid JSON schema: {problem}.")
         return schema
 
     def stop_of(self, name: str) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class Exchange(ABC):
         value = self.fields.get(name, ())
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise RequestRefused(f"{name} must be a text or a list of texts, got {value!r:.80}.")
+            raise RequestRefused(f"{name} must be a string or a list of strings, got {value!r:.80}.")
         if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in texts):
             limits = f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS:,} characters"
             raise RequestRefused(f"{name} must have {limits}, got {len(texts)} texts.")
@@ -356,7 +356,7 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None
     if problem is not None:
-        raise RequestRefused(f"The arguments of the tool {name!r:.80} must have a JSON schema: {problem}.")
+        raise RequestRefused(f"The arguments of the tool {name!r:.80} must have a valid JSON schema: {problem}.")
     parameters = {"type": "object", "properties": {}} if schema is None else schema
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 

@@ -437,7 +437,7 @@ class AgentSession:
         return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `encode`; encodes long messages and images in a thread, so as not to block others."""
+        """Calls `encode` and returns its result; uses a thread for long messages and images, so that others go on."""
         contents = [message["content"] for message in request.messages]
         has_images = any(isinstance(content, list) for content in contents)
         if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:
@@ -448,7 +448,7 @@ class AgentSession:
         return encoded
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Snapshot | None:
-        """Returns the longest conversation that a request continues; prefers equal call ids, equal thinking, later."""
+        """Returns the longest conversation that a request continues; call ids, thinking and recency break ties."""
         ids = [_identity(message) for message in request.messages]
         thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
         parents = [

@@ -74,7 +74,7 @@ class AgentWorkflow(Workflow):
         network: `none`, `allow` (this machine's network), or hosts that the program may reach through an HTTP proxy.
         limits: limits of one agent.
         agent_timeout_s: deadline of one call of the function, or of one run of the program; a row's column of this name
-            replaces it.
+            overrides it.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
         max_tokens: maximum number of tokens in a conversation; at most, and by default, the model's context. A longer
             request is refused (`context_length_exceeded`), and the trajectory is truncated.
@@ -157,7 +157,7 @@ class AgentWorkflow(Workflow):
         frozen = {name: model for name, model in names.items() if isinstance(model, FrozenModel)}
         if unknown := names.keys() - {*aliases, *frozen}:
             name = min(unknown)
-            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model's url.")
+            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model with a url.")
         policy_names = (*dict.fromkeys([MODEL, *aliases]),) if MODEL not in frozen else (*aliases,)
         self.rules = RequestRules(policy_names, ignore, untrained, unsent_thinking == "keep")
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents, host=endpoint_host, frozen=frozen)
@@ -195,8 +195,8 @@ class AgentWorkflow(Workflow):
         """
         if prompt.images:
             raise RolloutError(
-                f"Prompt {prompt.id!r} has images, but an agent sends its own. Rename the column of images: the agent "
-                "finds it in prompt.fields."
+                f"Prompt {prompt.id!r} has images, but an agent sends its own. Rename the image column, so that the "
+                "agent finds it in prompt.fields."
             )
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown

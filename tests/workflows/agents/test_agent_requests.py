@@ -300,7 +300,7 @@ def nested(**schema: Any) -> dict[str, Any]:
         (nested(maxItems=10_001), "maxItems=10001, more than 10,000"),
         (nested(pattern="(a{200}){100}"), r"the pattern '\(a.200.*many repetitions"),
         (nested(patternProperties={"a" * 1001: {}}), "the pattern 'aaa"),
-        (nested(enum=["a" * 100_000]), "must have a JSON schema: it has 100,0.. characters"),
+        (nested(enum=["a" * 100_000]), "must have a valid JSON schema: it has 100,0.. characters"),
         (nested(maxItems=10_000, pattern="^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"), "400: no grammar.*ignore"),
     ],
     ids=["a count", "nested repetitions", "a long pattern", "a long schema", "refused by the server"],
@@ -536,7 +536,7 @@ def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_
         await ask(client, [{"role": "user", "content": [{"type": "file", "file": text}]}])
 
     assert "user\nhi<|im_end|>" in decode(play(with_client(talk), scripted("one")).token_ids)
-    with pytest.raises(RolloutError, match=r"has images, but an agent sends its own\. Rename the column"):
+    with pytest.raises(RolloutError, match=r"has images, but an agent sends its own\. Rename the image column"):
         play(with_client(talk), scripted("one"), replace(PROMPT, images=(HALF,)))
 
 

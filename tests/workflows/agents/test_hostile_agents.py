@@ -429,13 +429,13 @@ def test_settings_that_open_too_much_or_cannot_work_are_refused(
     ("program", "limits", "message"),
     [
         ("data = bytearray(400 << 20)\nimport time; time.sleep(600)", {"memory_mib": 150},
-         r"was stopped by its limit of memory \(limits.memory_mib=150\)"),
+         r"was stopped by its memory limit \(limits.memory_mib=150\)"),
         ("import time\nfor n in range(40): open(str(n), 'wb').write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20},
-         r"was stopped by its limit of disk \(limits.disk_mib=20\)"),
+         r"was stopped by its disk limit \(limits.disk_mib=20\)"),
         ("import time\nfiles = []\nfor n in range(40):\n    files.append(open('f', 'wb', 0)); os.unlink('f')\n"
-         "    files[-1].write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20}, "was stopped by its limit of disk"),
+         "    files[-1].write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20}, "was stopped by its disk limit"),
         ("for n in range(150): os.mkdir('x' * 200); os.chdir('x' * 200)\nimport time; time.sleep(600)",
-         {"disk_mib": 20}, "was stopped by its limit of disk"),
+         {"disk_mib": 20}, "was stopped by its disk limit"),
         ("open('f', 'wb').write(bytes(30 << 20))", {"disk_mib": 20}, "because a file reached limits.disk_mib=20"),
         ("for n in range(100):\n    if os.fork() == 0:\n        import time; time.sleep(600)", {"processes": 30},
          r"limits.processes=30"),

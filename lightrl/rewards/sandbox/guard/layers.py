@@ -264,7 +264,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: int | None) -> int:
-    """Allows only reads below `readable` and writes below `writable`; also bans TCP (Landlock 4), foreign signals (6).
+    """Allows only reads below `readable` and writes below `writable`; bans TCP (Landlock 4+), outgoing signals (6+).
 
     Args:
         no_tcp: the TCP operations to ban: `BIND_TCP`, `CONNECT_TCP`, both or 0.

@@ -69,7 +69,7 @@ def send_ports(relay: int, port: int, *, has_proxy: bool) -> int | None:
 
 
 def proxy_environment(port: int) -> Mapping[str, str]:
-    """Returns the variables by which programs find the proxy."""
+    """Returns the environment variables that tell programs where the proxy is."""
     url = f"http://{_HOST}:{port}"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
     direct = dict.fromkeys(("NO_PROXY", "no_proxy"), f"{_HOST},localhost")
