@@ -24,8 +24,8 @@ SLOW_FACTOR = 3.0  # warn about a server that takes this many times as long per 
 class ServerFleet:
     """The servers of an engine, and which sessions' prefixes each server has in its cache.
 
-    A server is routable only after it has acknowledged the current weights. A session stays on a routable server that
-    has at most `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
+    A server is routable only after it has acknowledged the current weights. A session stays on a routable server with
+    at most `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
     """
 
     may_grow: bool = False  # whether new servers may join
