@@ -305,7 +305,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; returns its delta from the last version in parts (none if there is no base), and the copy."""
+        """Copies a bucket; returns its delta from the last version, in parts (none without a base), and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
