@@ -138,7 +138,7 @@ class RolloutEngine(ABC):
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Limits the engine's memory on the trainer's GPUs, unless the user set a limit; returns its description.
+        """Limits the engine's memory on the trainer's GPUs, unless the user set a limit; describes the limit.
 
         Args:
             key_value_bytes: GPU memory available for the KV cache.

@@ -150,12 +150,12 @@ class HuggingFaceDecoder:
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
-        self._last = torch.tensor([-1], device=device)
+        self._last_position = torch.tensor([-1], device=device)
         self._prefill_tokens, self._image_reader = prefill_tokens, ImageReader.of(config)
         self._routes: Routes | None = None  # if set, routes are recorded
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
-        self._accepted = set(inspect.signature(self._model.forward).parameters)
-        self._cached = cache_argument(self._model)
+        self._forward_arguments = set(inspect.signature(self._model.forward).parameters)
+        self._cache_argument = cache_argument(self._model)
         self._keeps_states = keeps_states(config)
         if config.is_encoder_decoder or not self._cache_is_supported():
             raise ValueError(
@@ -172,6 +172,7 @@ class HuggingFaceDecoder:
         self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
+        # `_targets`: where each sent tensor is copied to. `_tied`: name of a tied copy → name of the parameter it shares.
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         ties = dict(self._model.named_parameters(remove_duplicate=False))
@@ -190,7 +191,7 @@ class HuggingFaceDecoder:
         """Whether transformers' cache has only one key per token, or known states, after a forward of two tokens."""
         from transformers import DynamicCache
 
-        if not self._cached:
+        if not self._cache_argument:
             return False
         states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
         supported = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
@@ -356,22 +357,22 @@ class HuggingFaceDecoder:
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
-            # Without the config, sliding layers too keep all tokens; otherwise their columns could not be moved.
+            # Without the config, even sliding layers keep all tokens; otherwise their columns could not be moved.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
-        arguments[self._cached] = cache
-        if "position_ids" in self._accepted:
+        arguments[self._cache_argument] = cache
+        if "position_ids" in self._forward_arguments:
             arguments["position_ids"] = positions
         arguments |= inputs or {"input_ids": token_ids}
-        if "logits_to_keep" in self._accepted:
+        if "logits_to_keep" in self._forward_arguments:
             # An index tensor gives a contiguous copy; with a strided input, torch copies the bfloat16 head per row.
-            arguments["logits_to_keep"] = self._last
+            arguments["logits_to_keep"] = self._last_position
         if self._routes is None:
             outputs = self._model(**arguments)
         else:
             with self._routes.recording() as recorded:
                 outputs = self._model(**arguments)
             self._recorded = recorded().view(*positions.shape, -1).cpu()
-        return outputs[self._cached], outputs.logits
+        return outputs[self._cache_argument], outputs.logits
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:

@@ -82,7 +82,7 @@ class Members:
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
         """Marks a server as lost and makes its requests fail, so that they continue on other servers."""
-        if server.process is not None and not is_given_up:  # the end of the log shows the cause, until a restart
+        if server.process is not None and not is_given_up:  # quote the log's end: a restart may hide it
             reason = f"{reason}. {server.process.last_output()}"
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
             state = "retired" if server.state == "retired" else "lost"

@@ -61,7 +61,7 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs have moved their requests to other servers; returns False if that exceeds `timeout_s`.
+        """Waits until runs have moved their requests to other servers; returns False if it takes over `timeout_s`.
 
         With a timeout of 0, the entries are removed at once.
         """

@@ -78,7 +78,7 @@ class ServedVersions:
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
-        """Returns the oldest weight version that a server may have to continue the completion."""
+        """Returns the oldest weight version with which a server may continue the completion."""
         return draft.last_version
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
@@ -174,7 +174,7 @@ class RequestLoop:
     async def unfinished(self) -> dict[int, Completion]:
         """Returns the unfinished completions with n = 1, keyed by seed; call it while requests are paused.
 
-        A server returns tokens only when a request ends, so this aborts the requests; the pause's end restarts them.
+        A server returns tokens only when a request ends, so this aborts the requests; `resume` sends them again.
         """
         paused, self._paused = self._paused, set()
         for server in paused & set(self.fleet.in_state("routable")):

@@ -36,7 +36,7 @@ class Router:
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may reach: all in these states if the router chooses."""
+        """Returns the servers that a request for `server` may reach; if a gateway chooses, all in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:

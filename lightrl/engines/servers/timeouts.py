@@ -28,7 +28,7 @@ class Timeouts:
 
     @property
     def hang_s(self) -> float:
-        """How long a server may be silent until it counts as lost."""
+        """How long a server may be silent before it counts as lost."""
         return self.request_s / 2
 
     @property

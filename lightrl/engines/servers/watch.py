@@ -123,7 +123,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server that the engine started as a new Server, if the restart policy allows it."""
+        """Restarts a server that the engine started, if the restart policy allows it; makes a new Server for it."""
         current = lost
 
         async def join_with_weights() -> None:

@@ -120,7 +120,7 @@ class VLLMClient(ServerClient):
         await self._update("/finish_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        """Loads a folder, even if the server started with dummy weights; the server crashes if it cannot read it."""
+        """Loads a folder, even after a start with dummy weights; the server crashes if the folder is unreadable."""
         real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
         for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
@@ -167,7 +167,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments with a request that is always refused; the `?` keeps it out of generations' queue."""
+        """Finds missing arguments with a request that is always refused; `?` keeps it out of the generations' queue."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:

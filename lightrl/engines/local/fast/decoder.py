@@ -58,7 +58,7 @@ class FusedLinear:
         self._weight = weight
         self._bias = bias
         self._kernels = kernels
-        self._is_plain_kept = is_shared or weight.numel() < _LEAST_MOVED
+        self._keeps_plain = is_shared or weight.numel() < _LEAST_MOVED
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
@@ -74,19 +74,19 @@ class FusedLinear:
         """Packs the weight, once it has been written completely."""
         if self._packed is None and self._kernels is not None:
             self._packed = self._kernels.pack(self._weight)
-            if not self._is_plain_kept:
+            if not self._keeps_plain:
                 self._weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
         """Restores the plain weight; called before a write to it."""
         packed, self._packed = self._packed, None
-        if packed is not None and self._kernels is not None and not self._is_plain_kept:
+        if packed is not None and self._kernels is not None and not self._keeps_plain:
             self._weight.untyped_storage().resize_(self._weight.numel() * self._weight.element_size())
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
         """Returns this view of the weight, or an unpacked copy of it if only the packed weight exists."""
-        if self._kernels is None or self._packed is None or self._is_plain_kept:
+        if self._kernels is None or self._packed is None or self._keeps_plain:
             return view
         plain = torch.empty(self._weight.shape, dtype=torch.float32)
         self._kernels.unpack(self._packed, plain)
@@ -162,7 +162,7 @@ class _Target:
     """Where a parameter is stored."""
 
     view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
-    shape: torch.Size  # of the parameter in Hugging Face's model
+    shape: torch.Size  # the parameter's shape in Hugging Face's model
     is_spread: bool = False  # whether the first axis of `view` has one copy for each head
     linear: FusedLinear | None = None  # the FusedLinear whose weight contains `view`
 
@@ -285,7 +285,7 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
-        moved = self._keys.nbytes if self._num_rows else 0  # during the copy, first old keys exist, then old values
+        moved = self._keys.nbytes if self._num_rows else 0  # the copy also needs the old keys, then the old values
         return num_rows * _rounded_up(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:

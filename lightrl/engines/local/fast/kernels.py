@@ -154,7 +154,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _build() -> Path:
-    """Returns the library for this source, compiler and processor; raises OSError or SubprocessError."""
+    """Returns the path of the library, built if it is missing; raises OSError or SubprocessError if that fails."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise FileNotFoundError("No C++ compiler was found.")

@@ -43,7 +43,7 @@ class HeldPort:
 
     A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
     programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
-    can bind it. Other systems would refuse that server too, so there the port is not reserved.
+    can bind it. Other systems would refuse that server too, so the port is not reserved there.
 
     Args:
         host: the address that the server will listen on.
@@ -111,7 +111,7 @@ class ServerProcess:
         stop_timeout_s: time that it has to exit; then it is killed.
     """
 
-    secret_arguments: tuple[str, ...] = ()  # arguments whose value, the token, the server reads from a private file
+    secret_arguments: tuple[str, ...] = ()  # arguments for the token, which the server reads from a private file
     info_path = "/ready"  # a route that answers quickly; if the server has no /ready, status 200 here means ready
 
     def __init__(
@@ -241,7 +241,7 @@ class ServerProcess:
         return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
-        """Stops the server and all its processes; kills those that run after `grace_s`, by default `stop_timeout_s`.
+        """Stops the server and all its processes; kills those left after `grace_s`, by default `stop_timeout_s`.
 
         `start` can start it again, unless `for_good`.
         """

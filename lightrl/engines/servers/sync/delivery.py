@@ -108,7 +108,7 @@ class WeightDelivery:
         *,
         verify: bool,
     ) -> WeightLoader:
-        """Makes a loader that sends weights in `dtype` to the servers of `requests`, whose model has this config."""
+        """Makes a loader that sends weights in `dtype` to the servers of `requests`; `config` describes their model."""
         timeouts, limits, form = requests.timeouts, requests.limits, ServerForm.of(config, dtype)
         canary = CacheCanary(
             requests.fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s

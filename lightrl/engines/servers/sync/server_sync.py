@@ -155,8 +155,8 @@ class ServerSync:
     ) -> SyncReport:
         """Loads a version into all servers; the report says which servers serve it and which are lost.
 
-        Waits for the slowest server; every step has a deadline. On cancellation, servers whose old weights are
-        untouched resume; the others stay paused.
+        Waits for the slowest server; every step has a deadline. On cancellation, servers resume if their old weights
+        are untouched; otherwise they stay paused.
 
         Args:
             buckets: the trainer's weights; None loads the version that the transport holds, for late servers.

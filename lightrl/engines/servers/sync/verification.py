@@ -43,7 +43,7 @@ class ParameterCheck:
         self._first: dict[str, list[int]] | None = None  # shapes of the first load's parameters
 
     def checked(self, buckets: Iterable[Bucket]) -> Iterator[Bucket]:
-        """Yields the buckets of a load, and the last one, which sets the version, only if all parameters are valid.
+        """Yields the buckets of a load; yields the last one, which sets the version, only if all parameters are valid.
 
         Raises:
             WeightSyncError: if a parameter is missing, new, duplicated, has a different shape, or is not finite.
@@ -222,7 +222,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with most servers that have equally many ranks; skips a server without any."""
+    """Returns whether each server agrees with most servers of equally many ranks; skips a server that has no peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

@@ -84,7 +84,7 @@ class BroadcastTransport(Streaming):
         joining = asyncio.ensure_future(
             _within(
                 in_thread(self._make_group, name, place, listener),
-                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group have a deadline each
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group each have a deadline
             )
         )
         trying = SyncServers(servers.left, servers.timeout_s)  # if one server does not join, all fail
