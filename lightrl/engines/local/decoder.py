@@ -172,7 +172,7 @@ class HuggingFaceDecoder:
         self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
-        # `_targets`: where each sent tensor is copied to. `_tied`: name of a tied copy → name of the parameter it shares.
+        # `_targets`: where each sent tensor is copied to; `_tied`: a tied copy's name → its parameter's name.
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         ties = dict(self._model.named_parameters(remove_duplicate=False))
