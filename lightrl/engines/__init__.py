@@ -2,15 +2,15 @@
 
 Reading order:
     engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
-    fake_engine.py  FakeEngine, a deterministic engine for tests, which can be slow, fail or hang
-    local/          LocalEngine, which decodes in this process, for laptops
+    fake_engine.py  FakeEngine, a deterministic engine for tests, which can be told to be slow, fail or hang
+    local/          LocalEngine, which decodes in this process; for laptops
     servers/        code shared by all engines that use servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers
     vllm/           VLLMEngine: vLLM servers
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Not workflows.
-To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and any optional methods that it
-can support, and run tests/engines/engine_contract.py on it.
+To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and the optional methods that it
+supports, and run tests/engines/engine_contract.py on it.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightrl.engines.sglang import SGLangEngine
     from lightrl.engines.vllm import VLLMEngine
 
-# Loaded on first use, so that the fake server in the tests starts without torch.
+# Loaded on first use, so that the tests' fake server starts without importing torch.
 _HOMES = {
     "Completion": "engine",
     "FakeEngine": "fake_engine",

@@ -1,4 +1,4 @@
-"""RolloutEngine, the interface of all engines, with its result, Completion, and PlannedEngine, for memory estimates."""
+"""RolloutEngine, the interface of all engines; Completion, what they return; PlannedEngine, for memory estimates."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -25,14 +25,14 @@ Verification = Literal["digests", "replicas", "version"]
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens generated after a prompt. The sequences have one entry per token; lists become TokenArrays."""
+    """The tokens generated for a prompt. Each sequence has one entry per token; lists become TokenArrays."""
 
     token_ids: Sequence[int]  # int32, including the stop token
-    # float32, in nats: log-softmax(logits / temperature) over the token's support; greedy tokens ignore it.
+    # float32, in nats: log-softmax(logits / temperature) over the token's support; for greedy tokens, at temperature 1.
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, the weight version that sampled each token; never decreases
     finish_reason: FinishReason
-    columns: Mapping[str, Any] = field(default_factory=dict)  # lightrl/columns; truncated sampling requires supports
+    columns: Mapping[str, Any] = field(default_factory=dict)  # see lightrl/columns; truncated sampling needs supports
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", TOKENS["token_ids"].array(self.token_ids))
@@ -63,10 +63,10 @@ class PlannedEngine:
     place: Literal["rank 0", "servers", "elsewhere"]
     servers: int = 1
     tp: int = 1
-    width: int = 2  # bytes per parameter, and per element of keys and values
-    max_rows: int | None = None  # maximum number of rows decoded together; None: all rows in flight
+    width: int = 2  # bytes per parameter, and per element of the KV cache
+    max_rows: int | None = None  # maximum number of rows decoded together; None means all rows in flight
     is_block_fp8: bool = False  # one byte per parameter, except in the embedding and the head
-    starts_servers: bool = True  # so that their number and tp may change
+    starts_servers: bool = True  # if False, the plan cannot change `servers` and `tp`
 
 
 class RolloutEngine(ABC):
@@ -76,22 +76,22 @@ class RolloutEngine(ABC):
     `close`. A closed engine may be started again. All engines pass the same tests,
     `tests/engines/engine_contract.py`.
 
-    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The other methods have
-    defaults for an engine in the trainer's process that cannot compute logprobs of given tokens, cannot continue a
+    A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The defaults of the other
+    methods suit an engine in the trainer's process that cannot compute logprobs of given tokens, cannot continue a
     completion, and is never paused.
     """
 
-    weight_version: int = -1  # of the current weights; -1 before the first load
-    max_context: int | None = None  # maximum tokens in prompt plus completion, set by `start`; None: no limit
+    weight_version: int = -1  # version of the current weights; -1 before the first load
+    max_context: int | None = None  # maximum tokens in prompt plus completion, set by `start`; None means no limit
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
     reads_prompts: ClassVar[bool] = False  # `log_probabilities` is implemented
-    returns_topk: ClassVar[bool] = False  # completions may have the sampler's most likely tokens (columns/topk.py)
+    returns_topk: ClassVar[bool] = False  # completions can include the most likely tokens (columns/topk.py)
     probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
-    reads_grammars: bool = False  # samples only tokens that `Sampling.grammar` allows
+    reads_grammars: bool = False  # supports `Sampling.grammar`, which restricts the tokens that may be sampled
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
-    should_verify: bool = True  # set before `start`; see `WeightSync.verify`
+    should_verify: bool = True  # see `WeightSync.verify`; set before `start`
     trainer_precision: str = "32-true"  # set before `place`, `planned` and `start`
 
     @property
@@ -115,10 +115,11 @@ class RolloutEngine(ABC):
                 f"but {type(self).__name__} does not. Use LocalEngine, SGLangEngine or VLLMEngine, or set it to 0."
             )
         if sampling.grammar and not self.reads_grammars:
-            raise ValueError("The engine has no grammar. Servers need server_args.tokenizer_path (vLLM: tokenizer).")
+            problem = "The engine does not support grammars. Servers need server_args.tokenizer_path (vLLM: tokenizer)."
+            raise ValueError(problem)
 
     def check_workers(self, num: int) -> None:
-        """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""
+        """Raises ValueError if `num` workflow workers cannot send requests on their own; see `open_to_workers`."""
         raise ValueError(
             f"workflow_workers={num} needs an engine with servers, such as SGLangEngine; {type(self).__name__} "
             "generates in rank 0's process. Set workflow_workers to 0."
@@ -137,16 +138,16 @@ class RolloutEngine(ABC):
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
-        """Limits the engine's memory on the trainer's GPUs, unless the user did; returns a description of the limit.
+        """Limits the engine's memory on the trainer's GPUs, unless the user set a limit; describes the limit.
 
         Args:
-            key_value_bytes: GPU memory available for key-values.
+            key_value_bytes: GPU memory available for the KV cache.
             fraction: the fraction of each GPU's memory that a server may use.
         """
         return ""
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
-        """Receives the policy, and how many weight versions may be in use at once. Called before `start`."""
+        """Receives the policy and the number of weight versions that may be in use at once. Called before `start`."""
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model for this config, or connects to servers that run it. Called first, on the main thread."""
@@ -179,10 +180,10 @@ class RolloutEngine(ABC):
         to an engine that continues completions, and each key of `attached` only if it has a value.
 
         Args:
-            session: name of the conversation, for prefix caches.
+            session: name of the conversation, used for prefix caching.
             started: an interrupted completion to continue (n = 1). Its tokens keep their logprobs and versions and
                 count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
-            attached: what the policy reads besides token ids, see `Attached` in trajectory.py.
+            attached: what the policy reads besides token ids; see `Attached` in trajectory.py.
 
         Raises:
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
@@ -198,15 +199,15 @@ class RolloutEngine(ABC):
         started: Sequence[Completion | None] | None = None,
         **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt per sampling; the results equal those of `generate`.
+        """Starts one completion of this prompt for each of `samplings`; `generate` would return the same completions.
 
-        This default calls `generate` for each sampling. An override that sends them as one request saves tasks on the
+        This default calls `generate` for each sampling. An override that sends one request for all saves tasks on the
         event loop, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
 
-        Called on the event loop. Cancelling one of the futures cancels only its completion.
+        Called on the event loop. Cancelling one of the futures cancels only that completion.
 
         Args:
-            started: an interrupted completion to continue, or None, per sampling. Passed only to an engine that
+            started: for each sampling, an interrupted completion to continue, or None. Passed only to an engine that
                 continues completions, and only if one of them has tokens.
 
         Raises:
@@ -226,10 +227,10 @@ class RolloutEngine(ABC):
         """Stops the requests in flight at a token boundary, and makes new requests wait."""
 
     async def resume(self) -> None:
-        """Continues all requests with their tokens so far; key-values are recomputed if the weights have changed."""
+        """Continues all requests from their tokens so far; recomputes the KV cache if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns the tokens so far of each running completion, with finish reason `abort`, keyed by sampling seed.
+        """Returns each running completion so far, with finish reason `abort`, keyed by sampling seed.
 
         Called while the engine is paused, if it `continues_completions`. The completions continue after `resume`.
         """
@@ -243,8 +244,8 @@ class RolloutEngine(ABC):
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Pauses, loads new weights, sets `weight_version` and resumes; on failure, restores the old weights.
 
-        Called outside the event loop's thread. Later tokens are tagged with the new version, and key-values computed
-        with old weights are not reused. An engine that was already paused stays paused.
+        Not called on the event loop's thread. Later tokens are tagged with the new version, and KV cache entries
+        computed with old weights are not reused. An engine that was already paused stays paused.
 
         Raises:
             WeightSyncError: if a name, shape or value does not fit the model; the engine keeps its old weights.
@@ -260,13 +261,13 @@ class RolloutEngine(ABC):
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns the logprobs that each routable replica computes for these sequences' tokens, keyed by replica name.
 
-        Logprobs are at temperature 1, and 0 for a first token; caches of earlier requests are not used. A replica that
-        cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
+        Logprobs are at temperature 1; each first token's is 0. Cached prefixes of earlier requests are not used. A
+        replica that cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
 
     def log_probabilities(self, token_ids: list[int]) -> torch.Tensor:
-        """Returns the log probabilities [T - 1, V] of the token after each token but the last."""
+        """Returns, for each token but the last, the log probabilities of the next token, [T - 1, V]."""
         raise NotImplementedError
 
     def dtypes(self) -> set[str]:
@@ -277,7 +278,7 @@ class RolloutEngine(ABC):
         """Returns which check each routable replica passed at its last load, keyed by replica name.
 
         `digests`: every parameter is bit-identical to the trainer's. `replicas`: all replicas have the same checksum,
-        but all may be wrong. `version`: only the version number was compared.
+        but all could be wrong. `version`: only the version number was compared.
         """
         return {}
 
@@ -285,7 +286,7 @@ class RolloutEngine(ABC):
         """Stops sending requests to this replica until it has loaded the weights again."""
 
     def queue_depths(self) -> dict[str, int]:
-        """Returns the numbers of completions in progress (`running`) and waiting for a slot (`waiting`)."""
+        """Returns how many completions are in progress (`running`) and how many wait for a slot (`waiting`)."""
         return {"running": 0, "waiting": 0}
 
     def server_states(self) -> list[JsonObject]:

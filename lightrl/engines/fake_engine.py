@@ -1,4 +1,4 @@
-"""FakeEngine: a rollout engine without a model. It is deterministic, and can be made slow, fail or hang on request."""
+"""FakeEngine: a deterministic rollout engine without a model. It can be told to be slow, to fail or to hang."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FakeRequest:
     sampling: Sampling
     session: str
     n: int
-    weight_version: int  # when the call was made
+    weight_version: int  # the engine's version when the call was made
 
 
 @dataclass
@@ -77,13 +77,13 @@ class FakeEngine(RolloutEngine):
     `delay_s`, which is called once per request.
 
     Args:
-        script: maps (prompt, sampling, sample) to the token ids of completion number `sample`, which are cut after the
-            first stop token or after `max_new_tokens`.
+        script: maps (prompt, sampling, sample) to the token ids of completion number `sample`. They are cut off after
+            the first stop token or after `max_new_tokens`.
         seconds_per_token: a number, or a function of (prompt, sampling) that slows some completions, for example
             `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between tokens.
         delay_s: seconds before the first token: a number, or a function of (prompt, sampling).
         fail_requests: indices of the requests, from 0, that raise EngineError.
-        hang_requests: indices of the requests that do not finish until they are cancelled or the engine is closed.
+        hang_requests: indices of the requests that hang until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, to test checks that compare logprobs.
         allowed: maps (`Sampling.grammar`, the completion's tokens so far) to the token ids that the grammar allows.
@@ -115,7 +115,7 @@ class FakeEngine(RolloutEngine):
         self.logprob_error_nats = logprob_error_nats
         self.allowed, self.reads_grammars = allowed, allowed is not None
         self.requests: list[FakeRequest] = []  # all requests so far
-        self.loaded_versions: list[int] = []  # all versions so far
+        self.loaded_versions: list[int] = []  # all versions loaded so far
         self.num_running = 0  # completions in progress
         self._drafts: dict[int, _Draft] = {}  # seed → draft of a completion in progress
         self._vocab_size = 0
@@ -180,7 +180,7 @@ class FakeEngine(RolloutEngine):
         self._wake_sleepers()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Reads the buckets and sets the version; names and shapes must equal those of the first load."""
+        """Reads the buckets and sets the version; names and shapes must be the same as in the first load."""
         self._check_open()
         with self._lock:
             self._is_loading = True
@@ -212,7 +212,7 @@ class FakeEngine(RolloutEngine):
     async def _complete(
         self, prompt: list[int], sampling: Sampling, sample: int, started: Completion | None
     ) -> Completion:
-        """Generates one completion, and keeps it in `_drafts` until it is finished."""
+        """Generates one completion; `_drafts` holds it until it is finished."""
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
         draft = _Draft.of(started, sampling)
@@ -269,7 +269,7 @@ class FakeEngine(RolloutEngine):
             raise EngineError("FakeEngine is closed. Start it, or create a new one.")
 
     async def _sleep(self, seconds: float) -> None:
-        """Waits for `seconds`, and then while the engine is paused or loading; raises EngineError if it is closed."""
+        """Waits for `seconds`, then until no pause or load is in progress; raises EngineError if the engine closes."""
         loop, woken = entry = asyncio.get_running_loop(), asyncio.Event()
         deadline = loop.time() + seconds
         if seconds <= 0:

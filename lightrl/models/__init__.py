@@ -13,6 +13,7 @@ Reading order:
     model_folder.py   Hugging Face model folders, written completely or not at all
     optimizer.py      parameter groups by role, and the learning-rate schedule; muon.py: Muon and AdamW
     precision.py      modules that stay float32 in bfloat16 models; warns when updates round away
+    trials.py         runs a trial of an empty model once per configuration
     chat_template.py  renders chats, reads what the policy generated, and lists stop tokens
 
 May import: errors, checks, trajectory, experience, functional, weights. Another model family

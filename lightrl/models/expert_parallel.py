@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightrl.models.conversion import semi_private
 from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
+from lightrl.models.trials import once_per_config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "ep", "batch"))
 
 
+@once_per_config
 def num_split_experts(config: PretrainedConfig) -> int:
     """Returns the number that `ep` must divide: the gcd of the MoE blocks' expert counts; 0 for a dense model.
 

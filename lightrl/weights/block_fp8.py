@@ -39,15 +39,15 @@ _UNQUANTIZED = re.compile(r"(.*\.)?(embed_tokens|lm_head|gate)\.weight")
 
 
 def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> PretrainedConfig:
-    """Returns a copy of a model's config that makes a server with `tp` ranks hold the weights in block FP8.
+    """Returns a copy of a model's config for a server with `tp` ranks that holds the weights in block FP8.
 
     Raises:
         ValueError: if the servers' layout for this model family is unknown, or ranks would split a block.
     """
     if config.model_type not in FAMILIES:
         raise ValueError(
-            f"quantization='fp8' works only for {', '.join(sorted(FAMILIES))}, because only their weights on servers "
-            f"can be verified; the model is {config.model_type!r}. Omit quantization."
+            f"quantization='fp8' works only for {', '.join(sorted(FAMILIES))}, because lightrl can verify only these "
+            f"on servers; the model is {config.model_type!r}. Omit quantization."
         )
     width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -70,7 +70,7 @@ def quantized_config(config: PretrainedConfig, tp: int = 1, ep: int = 1) -> Pret
 
 
 def is_block_fp8(config: PretrainedConfig) -> bool:
-    """Whether this config says that the weights are in block FP8."""
+    """Whether the weights of a model with this config are in block FP8."""
     values = getattr(config, "quantization_config", None) or {}
     return all(values.get(name) == value for name, value in QUANTIZATION_CONFIG.items())
 
@@ -102,7 +102,7 @@ def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the parameters as servers load them: each linear weight in float8, followed by its scales."""
+    """Returns the parameters in the form that servers load: each linear weight in float8, followed by its scales."""
     served: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if is_linear(name, tensor):

@@ -1,8 +1,8 @@
 """BroadcastGroup: a process group, separate from torch's default one, in which the trainer sends weights to servers.
 
-Rank 0 is the trainer; the other ranks are the servers' tensor-parallel ranks. The group is built as SGLang builds its
-side (`init_weights_update_group`): a store at tcp://host:port, then torch's helper function. A group cannot lose a
-member. If a member dies, close the group and build a new group under a new name.
+Rank 0 is the trainer; the other ranks are the servers' tensor-parallel ranks. The group is built like SGLang's side
+(`init_weights_update_group`): a store at tcp://host:port, then torch's helper function. A group cannot lose a member.
+If a member dies, close the group and build a new one under a new name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BroadcastGroup:
         rank, world_size: this process's rank, and the number of members.
         name: the group's name, unique in this process.
         backend: `nccl` between GPUs, `gloo` on the CPU.
-        timeout_s: limit for all members to join, and for each transfer.
+        timeout_s: limit until all members have joined, and for each transfer.
         listener: rank 0's socket at this port, see `listen`; the store takes ownership of it.
         interface: network interface for gloo, unless GLOO_SOCKET_IFNAME is set; NCCL reads NCCL_SOCKET_IFNAME.
     """
@@ -78,7 +78,7 @@ class BroadcastGroup:
                 while works:
                     works.pop(0).wait()
             finally:
-                works.clear()  # they keep connections open as long as an exception refers to this frame
+                works.clear()  # otherwise an exception that refers to this frame keeps the connections open
 
     def close(self) -> None:
         """Leaves the group, which closes its connections. Safe to call twice."""
@@ -101,14 +101,14 @@ class BroadcastGroup:
 def listen(host: str = "127.0.0.1") -> socket.socket:
     """Opens rank 0's listening socket on a free port of `host`, an address of this machine.
 
-    Since it listens before the port is announced, no other program can take the port.
+    The socket listens before the port is announced, so no other program can take the port.
     """
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Context manager: new gloo groups inside it use this network interface instead of the host name's interface."""
+    """Context manager: inside it, new gloo groups use this network interface instead of the host name's."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""Buckets of parameters, small enough that an export never holds a model twice, and their conversion for servers."""
+"""Bucket: some of the parameters, so that an export never holds the model twice; ServerForm: their form for servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A safetensors file of parameters that another rank has already written; see `disk.ShareWriter`."""
+    """A safetensors file that another rank has already written; see `disk.ShareWriter`."""
 
     path: str
     num_bytes: int
@@ -50,14 +50,14 @@ class Bucket:
 
 
 def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cuts (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
+    """Divides (name, tensor) pairs into buckets of at most `bucket_bytes`, unless a single tensor is larger.
 
     Args:
-        parameters: read once; the iterator is at most one parameter ahead of the bucket.
+        parameters: read once; at most one parameter is read ahead of a bucket.
         bucket_bytes: the largest size of a bucket.
 
     Returns:
-        The buckets in order; `is_last` is true for the last one. Without parameters, there is one empty bucket.
+        The buckets in order; `is_last` is true for the last one. If there are no parameters, one empty bucket.
     """
     held: dict[str, Tensor] = {}
     size = 0
@@ -79,7 +79,7 @@ class ServerForm:
     """Converts parameters to the dtype, names and quantization that a server loads, mostly one tensor at a time.
 
     Args:
-        dtype: the dtype of floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
+        dtype: the dtype for floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
         skip_names: Hugging Face names that the server does not load, such as the output head with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """

@@ -7,8 +7,8 @@ of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring
     dense     the difference of each element's bits, if a quarter or more of the elements changed
     nothing   if no element changed
 
-and compressed, unless that takes longer than it saves. Differences are `new - old`, so a delta can be undone. A block
-encodes several chunks, to save numpy calls; a part is a sequence of blocks, each `[lengths][header][body]`.
+and compressed, unless that costs more time than it saves. Differences are `new - old`, so a delta can be undone. A
+block encodes several chunks, to save numpy calls; a part is a sequence of blocks, each `[lengths][header][body]`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch import Tensor
 from lightrl.weights.bucket import Bucket, ServerForm, bucketed
 from lightrl.weights.disk import write_safetensors
 
-CHUNK = 2**19  # elements; a chunk stays in a core's cache while it is compared
+CHUNK = 2**19  # elements; small enough that a chunk stays in a core's cache while it is compared
 BLOCK_CHUNKS = 8  # maximum number of chunks in a block
 PART_BYTES = 16 * 2**20  # approximate size of a part
 _ESCAPE = 255  # marks a gap this large or larger, which follows as four bytes
 _DENSE_FRACTION = 0.25  # if more elements changed, sending positions costs more than sending zeros
-_STORED_FRACTION = 1 / 16  # if fewer changed, gaps are nearly random, and compressing them takes too long
-_LARGE, _LARGE_FRACTION = 15, 1 / 8  # if few differences reach 15, they are stored in full after the half bytes
+_STORED_FRACTION = 1 / 16  # if fewer elements changed, gaps are nearly random, and compressing them takes too long
+_LARGE, _LARGE_FRACTION = 15, 1 / 8  # if few differences are 15 or more, these follow the half bytes in full
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTHS = struct.Struct("<II")
 
@@ -196,7 +196,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
 
 
 def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """Compresses into one zlib stream with a Huffman code per input; does not search for matches, which are rare."""
+    """Compresses into one zlib stream, with a Huffman code per input; does not search for matches, which are rare."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
@@ -205,7 +205,7 @@ def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
 
 
 def _encode(values: Bits) -> bytes:
-    """Packs each value into half a byte if nearly all are small, 5 times as fast as zlib would; otherwise uses zlib."""
+    """Packs values into half bytes if nearly all are small, which is 5 times as fast as zlib; otherwise uses zlib."""
     width = values.dtype.itemsize
     folded = (values << 1) ^ -(values >> (8 * width - 1))  # 0, -1, 1, -2 … become 0, 1, 2, 3 …
     large = folded[folded >= _LARGE]
@@ -240,10 +240,10 @@ _PAIRS = {width: _unfolded(_HALVES.astype(f"u{width}")).view(f"V{2 * width}").ra
 
 
 class HostCopy:
-    """A copy of the whole model in host memory, so that the trainer may change its parameters before they are sent.
+    """A copy of the whole model in host memory, so that the trainer may update parameters before they are sent.
 
     Each version overwrites the previous one in place, including the buckets that `add` returned, because allocating
-    pages again is slow.
+    the memory again is slow.
     """
 
     def __init__(self, form: ServerForm | None = None) -> None:
@@ -260,7 +260,7 @@ class HostCopy:
         self._names = []
 
     def add(self, bucket: Bucket, copy: Callable[[str, Tensor, Tensor], object] | None = None) -> Bucket:
-        """Copies a bucket and returns the copy; calls `copy(name, stored, tensor)`, if given, instead of copying."""
+        """Copies a bucket and returns the copy; if `copy` is given, `copy(name, stored, tensor)` does the copying."""
         copied: dict[str, Tensor] = {}
         for name, dtype, shape in self.form.layout(bucket):
             tensor = bucket.tensors[name].detach()
@@ -289,12 +289,12 @@ _Task = tuple[str, int, Bits, Tensor, torch.dtype]  # a chunk: name, number, sto
 
 
 class DeltaCopy(HostCopy):
-    """Holds the last version that was sent. Casts, compares and copies each chunk while it is in the cache."""
+    """Holds the last version sent. Casts, compares and copies a chunk while it is in a core's cache."""
 
     def __init__(self, form: ServerForm | None = None) -> None:
         super().__init__(form)
         self.checksums: dict[str, list[int]] = {}  # parameter → checksums of its chunks
-        # Each worker uses one torch thread, because OpenMP's threads would compete with the pool's.
+        # Each of the pool's threads uses one torch thread, because OpenMP's threads would compete with the pool.
         self._pool = ThreadPoolExecutor(_THREADS, "lightrl-delta", torch.set_num_threads, (1,))
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; returns the parts of its delta from the last version (none without a base), and the copy."""
+        """Copies a bucket; returns its delta from the last version, in parts (none without a base), and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:
@@ -335,7 +335,7 @@ class DeltaCopy(HostCopy):
             blocks.append(block)
             for task, chunk_sum in zip(group, sums, strict=True):
                 self.checksums[task[0]].append(chunk_sum)
-        torch.set_num_threads(num_threads)  # starting the pool's threads changed it for all new threads
+        torch.set_num_threads(num_threads)  # the pool's threads have changed the number for all new threads
         return list(parts(blocks)), copy
 
 

@@ -2,12 +2,12 @@
 
     root/version-00000012/   what a server loads: model-00001.safetensors …, index, config.json, version.json
     root/incoming/           parts of the next version while they arrive; the version above is unchanged
-    root/.changing/          the version while a delta is applied to it in place; it is renamed before and after
-    root/undo/               the parts of the last delta, so it can be undone
+    root/.changing/          the version's name while a delta is applied to it in place
+    root/undo/               the parts of the last delta, so that it can be undone
 
-The disk holds the model once, plus a delta. A folder named version-… is complete, even if a process is killed; the next
-start removes everything else. Before a version gets its name, its digest is computed from the files and must equal
-the trainer's.
+The disk holds the model once, plus a delta. A folder named version-… is always complete, even after a process was
+killed; the next start removes everything else. Before a version gets that name, its digest is computed from the files
+and must equal the trainer's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ NOTHING = Version("", -1, "")
 
 
 class DeltaFolder:
-    """Holds one version; only `write` may be called concurrently.
+    """Holds one version. No method may be called concurrently, except `write`.
 
     Args:
         root: an empty folder, or the folder of an earlier DeltaFolder. Nothing else may write there.
@@ -100,8 +100,8 @@ class DeltaFolder:
 
         Args:
             session: the upload's id, which the sender chooses and sends with each part.
-            base: the digest of the version that the delta starts from. It is empty for a full version; then the current
-                version is removed immediately, to free its space.
+            base: the digest of the version that the delta starts from. It is empty for a full version; in that case,
+                the current version is removed immediately, to free space.
         """
         self._session = ""
         self._remove("incoming")
@@ -157,7 +157,7 @@ class DeltaFolder:
         return self.path
 
     def revert(self, digest: str) -> Path:
-        """Undoes the last delta; `digest` must be the previous version's."""
+        """Undoes the last delta; `digest` must be the previous version's digest."""
         undo = self.undo
         if not digest or undo.digest != digest:
             raise NotTheBase("This version cannot be restored, because the last delta here did not start from it.")
@@ -184,7 +184,7 @@ class DeltaFolder:
             version = Version(**json.loads((folder / _STATE_FILE).read_text()))
             self._map_files(folder)
             self._publish(folder, version)
-        except (OSError, ValueError, TypeError, KeyError):  # no version, several, or a bad one: the next sync is full
+        except (OSError, ValueError, TypeError, KeyError):  # no version, several, or a bad one; the next sync is full
             self.clear()
         for name in (".changing", "incoming"):
             self._remove(name)
@@ -201,12 +201,12 @@ class DeltaFolder:
             raise NotTheBase("No upload of this version has started here, or a later upload has replaced it.")
 
     def _apply_parts(self, parts: Sequence[Path], target: Version, *, backward: bool = False) -> None:
-        """Changes the current version in place to `target`; removes all files and raises DeltaError if that fails."""
+        """Turns the current version into `target`, in place; if that fails, removes all files and raises DeltaError."""
         changing = self.root / ".changing"
         source = self.path
         sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}
         if sizes != self._files:
-            self.clear()  # before anything reads a mapped page that no longer exists
+            self.clear()  # now, because reading a mapped page that no longer exists would crash the process
             raise DeltaError(f"The files of {source} have changed: one is missing or has a different size.")
         source.rename(changing)
         self.version = NOTHING
@@ -225,7 +225,7 @@ class DeltaFolder:
             raise
 
     def _apply_block(self, block: Block, *, backward: bool) -> dict[tuple[str, int], int]:
-        """Changes the chunks of a block; returns their checksums, computed while a chunk is in the cache."""
+        """Changes a block's chunks; returns their checksums, each computed while the chunk is in a core's cache."""
         sums = {}
         for change in unpack(block):
             name, number = change.name, change.number
@@ -238,7 +238,7 @@ class DeltaFolder:
         return sums
 
     def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Names the folder after the version; if its digest differs, clears it and raises. `sums`: known checksums."""
+        """Names the folder after the version; if the digest differs, clears all and raises. `sums`: known checksums."""
         all_sums = dict(sums or {})
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
@@ -300,7 +300,7 @@ def _map_tensors(path: Path) -> Iterator[tuple[str, Bits]]:
 
 
 def _check_space(root: Path, num_bytes: int) -> None:
-    """Raises OSError (ENOSPC) if less than `num_bytes` of disk, or of memory for a folder in memory, is free."""
+    """Raises OSError (ENOSPC) if less than `num_bytes` is free on the disk, or in memory if the folder is there."""
     free = shutil.disk_usage(root).free
     if root.is_relative_to("/dev/shm"):
         free = min(free, host_memory()[0])

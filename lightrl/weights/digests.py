@@ -1,4 +1,4 @@
-"""Digests of the trainer's weights in a server's dtype and layout, for comparison with the digests it reports.
+"""Digests of the trainer's weights in a server's dtype and layout, to compare with the digests that servers report.
 
 SGLang's `/weights_checker` and vLLM's `/weight_checker` return a digest per parameter and rank. Servers fuse q, k and v
 into one tensor, gate and up into another, and all experts of a layer into two. Each rank holds a shard, and the
@@ -103,7 +103,7 @@ class Digests:
     """Hashes a version's buckets while they are transferred; copies only parts of incomplete tensors.
 
     Args:
-        form: determines the dtype and names that are sent.
+        form: the dtype and names of the weights that are sent.
         layouts: the servers' layouts.
         timeout_s: limit for hashing one bucket.
     """
@@ -173,7 +173,7 @@ class Digests:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _hash(self, name: str, sent: list[_Part]) -> None:
-        """Computes a complete tensor's digest on each rank of each layout, from its parts in the order of fusion."""
+        """Computes a complete tensor's digest on each rank of each layout, from its parts in fusion order."""
         # Servers hash quantized weights in bfloat16, even if other weights have a different dtype.
         parts = [part[0] if len(part) == 1 else block_fp8.dequantize(*part) for part in sent]
         is_cast = len(sent[0]) == 1
@@ -199,7 +199,7 @@ class Digests:
                     digests[rank][OUTPUT_HEAD] = digest  # some servers hold a copy of a tied head
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """Returns `rank`'s shard of a part, padded with zeros as on servers; the whole part if it is replicated."""
+        """Returns `rank`'s shard of a part, padded with zeros as on servers, or the whole part if it is replicated."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
@@ -224,7 +224,7 @@ class Digests:
 
 
 def _fused(name: str, num_experts: int) -> tuple[str, int, int]:
-    """Returns the name of the fused parameter that a parameter is part of, its index in it, and the number of parts."""
+    """Returns the fused parameter that contains this parameter, the index of this part, and the number of parts."""
     if (expert := _EXPERT.fullmatch(name)) is not None:
         fused, index, num = _OF_EXPERT[expert[3]]
         return f"{expert[1]}.{fused}", int(expert[2]) * num + index, num_experts * num

@@ -29,7 +29,7 @@ from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-KEPT_VERSIONS = 2  # the newest two, so servers can return to the previous version if a sync fails
+KEPT_VERSIONS = 2  # the newest two, so that servers can return to the previous version if a sync fails
 INDEX_FILE = "model.safetensors.index.json"
 _FINISHED = re.compile(r"version-(\d+)")
 _DTYPE_NAMES = {
@@ -42,8 +42,8 @@ _DTYPE_NAMES = {
 class WeightFolder:
     """The newest versions of a model's weights, for syncs, rollbacks and servers that join late.
 
-    A version is written under a hidden name and renamed, so readers never see a partial one. The next write removes
-    the leftovers of a killed writer. Only one process may write.
+    A version is written under a hidden name and then renamed, so readers never see a partial one. The next write
+    removes what a killed writer left behind. Only one process may write.
 
     Args:
         root: the versions' folder, created if missing; servers must be able to read it. A folder in /dev/shm is memory.
@@ -90,7 +90,7 @@ class WeightFolder:
         return [number for number in numbers if is_whole(self.path_of(number))]
 
     def remove_old(self, in_use: Iterable[int] = ()) -> None:
-        """Removes all versions except the newest and those in `in_use`, which servers may be reading."""
+        """Removes all versions except the newest KEPT_VERSIONS and those in `in_use`, which servers may be reading."""
         numbers = self.versions()
         for number in set(numbers[:-KEPT_VERSIONS]) - set(in_use):
             shutil.rmtree(self.path_of(number), ignore_errors=True)
@@ -229,8 +229,8 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
     after = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. It needs "
-            "space for 3 versions of the model. The servers keep the old weights. Free space there, or set "
+            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. The folder "
+            "needs space for 3 versions of the model. The servers keep the old weights. Free space there, or set "
             "a different weight_folder."
         )
     return WeightSyncError(
@@ -241,7 +241,7 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The settings with which a rank writes its share of a version; `vars` returns them as plain JSON."""
+    """A rank's settings for writing its share of a version; `vars` returns them as plain JSON."""
 
     root: str
     dtype: str | None  # the torch dtype of floating-point weights; None keeps the trainer's
@@ -256,9 +256,9 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each of this rank's buckets to a file. A failure is put into `record`, as the export is collective.
+    """Writes each of this rank's buckets to a file. The export is collective, so `record` reports a failure.
 
-    The constructor removes this rank's files of an earlier version.
+    The constructor removes this rank's files of earlier versions.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:
@@ -292,7 +292,7 @@ class ShareWriter:
         self.files.append(WrittenFile(str(path), num_bytes, shapes))
 
     def record(self) -> dict[str, Any]:
-        """Returns plain JSON that describes the share to rank 0."""
+        """Returns plain JSON for rank 0: this rank's files, or the problem."""
         return {"problem": self.problem, "files": [asdict(file) for file in self.files]}
 
 
@@ -309,6 +309,6 @@ def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
 
 
 def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
-    """Yields each file's tensors as a bucket, to compute digests of the weights that servers will load."""
+    """Yields each file's tensors as a bucket, so that digests are those of the weights that servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))

@@ -10,10 +10,10 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Values of `model_type`. Gemma and Gemma 2 are missing because they add one to norms while loading, and their layout
-# could not be tested: SGLang 0.5.23 does not start with their current configs.
+# Values of `model_type`. Gemma and Gemma 2 are missing because they add one to norms while loading, and because their
+# layout could not be tested: SGLang 0.5.23 does not start with their current configs.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # a server's possible dtypes
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes that a server may have
 CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the number of ranks
 
 
@@ -24,8 +24,8 @@ class ServerLayout:
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel ranks
     is_cpu: bool = True
-    is_vllm: bool = False  # otherwise SGLang, which pads sizes on a CPU and uses a different hash on a GPU
-    ep: int = 1  # number of groups that share the experts; the ranks of a group split each of its experts
+    is_vllm: bool = False  # if False, SGLang, which pads sizes on a CPU and uses a different hash on a GPU
+    ep: int = 1  # number of expert-parallel groups; the ranks in a group split each of the group's experts
 
     @property
     def is_padded(self) -> bool:
@@ -37,7 +37,7 @@ class ServerLayout:
 
 
 def unknown_layout(config: PretrainedConfig, layout: ServerLayout) -> str | None:
-    """Returns why the digests of this layout cannot be computed, or None if they can."""
+    """Returns why digests for this layout cannot be computed, or None if they can."""
     if config.model_type not in FAMILIES:
         return f"lightrl does not know how servers store model_type={config.model_type!r}"
     if layout.is_vllm and hasattr(config, "num_experts"):

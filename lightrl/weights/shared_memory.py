@@ -30,7 +30,7 @@ LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the format that `fill` wri
 class SharedBucket:
     """A block of shared memory that is reused for each bucket; it grows to the size of the largest bucket.
 
-    Refill it only after all servers have answered that they loaded its content.
+    Refill it only after all servers have answered that they loaded the content.
 
     Args:
         form: dtype and names that the servers need.
@@ -47,7 +47,7 @@ class SharedBucket:
         """Overwrites the block with this bucket."""
         entries, start = _entries(self.form.layout(bucket))
         if self._block is None or self._block.numel() < start:
-            self._block = None  # free it before allocating the next one
+            self._block = None  # frees it before the next one is allocated
             block: Any = torch.empty(max(1, start), dtype=torch.uint8, device=self.device)
             with _shared_by_name():
                 self._block = block if self.device.type == "cuda" else block.share_memory_()
@@ -61,7 +61,7 @@ class SharedBucket:
     def payload(self) -> str:
         """Encodes the bucket in base64 for **one** receiver, as an entry of SGLang's `serialized_named_tensors`.
 
-        Torch expects each payload to be opened once; if two receivers opened it, the memory would be freed too early.
+        Torch expects each payload to be opened once; if two receivers open it, the memory is freed too early.
         """
         with _shared_by_name():
             content = io.BytesIO()
@@ -86,7 +86,7 @@ _DEVICE_ARGUMENT = 6  # index of the device in rebuild_cuda_tensor's arguments
 
 
 def with_uuid(arguments: Sequence[Any], uuid: str) -> tuple[Any, ...]:
-    """Replaces the device index with its UUID in the arguments of torch's `rebuild_cuda_tensor`."""
+    """Replaces the device index with the UUID in the arguments of torch's `rebuild_cuda_tensor`."""
     return (*arguments[:_DEVICE_ARGUMENT], uuid, *arguments[_DEVICE_ARGUMENT + 1 :])
 
 
@@ -115,7 +115,7 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Context manager: inside it, torch shares memory by file name, as only children could receive descriptors."""
+    """Context manager: inside it, torch shares memory by file name, because only children could receive descriptors."""
     sharing: Any = torch.multiprocessing  # untyped
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

@@ -257,7 +257,7 @@ def test_a_server_that_is_not_there_is_said_in_words_alone(settings, config, cap
         settings["trainer"]["engine"] = {"class_path": "SGLangEngine", "init_args": init_args}
         assert main(["fit", "--config", config(settings)]) == 1
     said = capfd.readouterr().err
-    assert "refused the connection; nothing listens there" in said
+    assert "refused the connection; nothing is listening there" in said
     assert "caused by" not in said
 
 

@@ -68,7 +68,7 @@ def test_an_interrupted_request_may_lack_its_routes():
     ("experts", "message"),
     [
         pytest.param(None, "a gateway must forward routed_experts: set router to null", id="none"),
-        pytest.param([1, 2, 3, 4], "routes of another model", id="of another number of layers"),
+        pytest.param([1, 2, 3, 4], "routes of a different model", id="of another number of layers"),
         pytest.param([1, 2, 3, 4, 8], "an expert 8 of 8", id="of more experts"),
     ],
 )

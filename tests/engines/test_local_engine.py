@@ -302,7 +302,7 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
     ],
 )
 def test_a_model_that_keeps_what_rows_cannot_share_is_refused_at_the_start(config: PretrainedConfig) -> None:
-    with pytest.raises(ValueError, match=f"layers of type '{config.model_type}' keep something else.*Use SGLangEngine"):
+    with pytest.raises(ValueError, match=f"Models of type '{config.model_type}' need something else.*Use SGLangEngine"):
         LocalEngine().start(config)
 
 

@@ -93,7 +93,7 @@ def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered
 
 
 def test_an_address_where_nothing_listens_is_said_in_words(silent_port: int) -> None:
-    reason = r"127\.0\.0\.1 port \d+ refused the connection; nothing listens there"
+    reason = r"127\.0\.0\.1 port \d+ refused the connection; nothing is listening there"
     with pytest.raises(EngineUnreachable, match=reason) as caught:
         ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
     assert "has never answered" in str(caught.value)

@@ -1,9 +1,9 @@
-"""LocalEngine decodes in this process. It is for laptops, and is the reference for other engines.
+"""LocalEngine decodes in this process. It is meant for laptops, and is the reference for other engines.
 
 Reading order:
     local_engine.py   LocalEngine and its settings
     decode_thread.py  the thread that decodes, and how it stops between two tokens
-    running_batch.py  the slots of the batch; sampling of tokens from logits
+    running_batch.py  the slots of the batch; samples tokens from logits
     decoder.py        the protocol of decoders, and a decoder that runs Hugging Face's code
     fast/             a faster decoder for Llama-like models, found through its entry point
 

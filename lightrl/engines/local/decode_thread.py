@@ -28,15 +28,15 @@ _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that
 
 
 class DecodeThread(threading.Thread):
-    """Decodes from `start` until `close`, or until decoding fails. Afterwards, all other methods raise EngineError.
+    """Decodes from `start` until `close`, or until decoding fails. After that, all other methods raise EngineError.
 
-    `pause`, `held` and `close` raise EngineTimeout if the token in progress takes longer than `boundary_timeout_s`.
+    `pause`, `held` and `close` raise EngineTimeout if the current token takes longer than `boundary_timeout_s`.
     """
 
     def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
-        # High priority: the short kernels of a decoding step run before the long kernels of a trainer update.
+        # High priority, so that a decoding step's short kernels run before an update's long kernels.
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(batch.device, priority=-1) if batch.device.type == "cuda" else None
         self._threads = threads
@@ -51,7 +51,7 @@ class DecodeThread(threading.Thread):
         self._has_cancellations = False
         self._is_paused = False
         self._is_held = False
-        self._is_stale = False  # the weights have changed since the key-values were computed
+        self._is_stale = False  # whether the KV cache must be recomputed before the next token
         self._is_at_boundary = True
         self._boundary_waiters: list[asyncio.Future[None]] = []
         self._failure: BaseException | None = None
@@ -84,7 +84,7 @@ class DecodeThread(threading.Thread):
                 self._condition.notify_all()
 
     async def pause(self) -> None:
-        """Stops decoding between two tokens, until `resume`. The pause remains even if this call is cancelled."""
+        """Stops decoding between two tokens until `resume`, even if this call is cancelled."""
         with self._condition:
             self.check_alive()
             self._is_paused = True
@@ -108,7 +108,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Context manager that stops decoding. One caller holds it at a time, never the decode thread itself."""
+        """Context manager: decoding stops inside it. One caller enters at a time, never the decode thread itself."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -131,7 +131,7 @@ class DecodeThread(threading.Thread):
     def unfinished(self) -> dict[int, Completion]:
         """Returns the unfinished completions, keyed by seed, in slot order; must be called during a pause.
 
-        Key-values are recomputed before the next token, as in a run that resumes from these completions.
+        The KV cache is recomputed before the next token, as in a run that resumes from these completions.
         """
         with self._condition:
             self.check_alive()
@@ -139,7 +139,7 @@ class DecodeThread(threading.Thread):
             return self._batch.unfinished()
 
     def take_version(self, weight_version: int) -> None:
-        """Tags later tokens with this version and lets key-values be recomputed; called inside `held` after a load."""
+        """Tags later tokens with this version and marks the KV cache as stale; called inside `held` after a load."""
         self.weight_version = weight_version
         self._is_stale = True
 
@@ -172,13 +172,13 @@ class DecodeThread(threading.Thread):
 
     def _overdue(self, caller: str) -> EngineTimeout:
         return EngineTimeout(
-            f"{caller} waited {self._boundary_timeout_s:.0f} s for LocalEngine's token in progress, with "
+            f"{caller} waited {self._boundary_timeout_s:.0f} s for LocalEngine to finish a token, with "
             f"{self._num_running} completions running, {len(self._waiting)} waiting and weight version "
             f"{self.weight_version}. Increase boundary_timeout_s, or lower max_batch or prefill_tokens."
         )
 
     def run(self) -> None:
-        """Repeatedly samples one token for every row, until `close` or an error."""
+        """Samples one token for every row, again and again, until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
@@ -186,7 +186,7 @@ class DecodeThread(threading.Thread):
                     stack.enter_context(torch.cuda.stream(self._stream))
                 while self._next_token_is_due():
                     self._advance()
-        except BaseException as error:  # noqa: BLE001  # all waiting callers get the error
+        except BaseException as error:  # noqa: BLE001  # passed on to all waiting callers
             with self._condition:
                 self._failure = error
         self._fail_requests()
@@ -217,10 +217,10 @@ class DecodeThread(threading.Thread):
         self._condition.notify_all()
 
     def _advance(self) -> None:
-        """Recomputes stale key-values, admits rows or samples a token, and delivers finished completions."""
+        """Recomputes a stale KV cache, admits rows or samples a token, and delivers finished completions."""
         batch = self._batch
         with self._condition:
-            weight_version = self.weight_version  # it changes only at a boundary
+            weight_version = self.weight_version  # changes only at a boundary
             is_stale, self._is_stale = self._is_stale, False
             capacity = batch.capacity(self._waiting) if self._waiting else batch.max_rows
             free = capacity - batch.size

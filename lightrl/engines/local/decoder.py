@@ -1,6 +1,6 @@
 """Decoder, the protocol for computing next-token logits of a changing set of rows, and a generic implementation.
 
-A decoder keeps the key-values of its rows. `append` adds rows at the end, `keep_rows` reorders and removes rows, and
+A decoder holds the KV cache of its rows. `append` adds rows at the end, `keep_rows` reorders and removes rows, and
 `clear` removes all rows after the weights have changed. `write` copies weights and never aliases them. Other modules
 handle threads, sampling and requests. `fast/` contains a faster decoder for Llama-like families.
 
@@ -39,7 +39,7 @@ class Decoder(Protocol):
 
     # Recorded columns (see lightrl/columns) by name: after `append`, [T, w] for each sequence; after `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
-    has_own_threads: bool  # whether it divides a step's rows among its own threads, instead of using torch's
+    has_own_threads: bool  # whether its own threads share a step's rows; otherwise torch's threads do the work
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -60,7 +60,7 @@ class Decoder(Protocol):
         ...
 
     def attachments(self, token_ids: Sequence[int], **attached: Unpack[Attached]) -> tuple[str, ...]:
-        """Returns a prompt's images, as `append` takes them, after reading them into a cache.
+        """Returns a prompt's images as `append` takes them; also reads them into a cache.
 
         Raises:
             ValueError: if the model cannot read an image, or the prompt has too few image tokens.
@@ -80,19 +80,19 @@ class Decoder(Protocol):
         ...
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether the key-values of this many rows, with this many tokens each, fit into the available memory."""
+        """Whether the KV cache of this many rows, with this many tokens each, fits into the available memory."""
         ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Reserves the key-value memory that `fits` has approved; called before rows are added."""
+        """Reserves the KV cache memory that `fits` has approved; called before rows are added."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """Returns the logits after each token of a sequence, [T, V] float32; does not change rows or key-values."""
+        """Returns the logits after each token of a sequence, [T, V] float32; does not change rows or the KV cache."""
         ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Adds each row's last token to its key-values; returns the next logits [n, V] float32, which may be modified.
+        """Adds each row's last token to the KV cache; returns the next logits [n, V] float32, which may be modified.
 
         Args:
             token_ids, positions: [n], ids and positions of the last tokens.
@@ -103,8 +103,8 @@ class Decoder(Protocol):
     def keep_rows(self, order: Sequence[int], longest: int) -> None:
         """Moves row `order[i]` to row i, and removes rows that are not in `order`.
 
-        A row that moves always comes from beyond the new end, so rows can be copied in place. No row has key-values of
-        more than `longest` tokens.
+        A row that moves always comes from beyond the new end, so rows can be copied in place. No row has more than
+        `longest` tokens in the KV cache.
         """
         ...
 
@@ -118,21 +118,21 @@ class Decoder(Protocol):
 
 
 class HuggingFaceDecoder:
-    """Runs Hugging Face's code for a decoder-only model whose layers keep key-values, fixed-size states, or both.
+    """Runs Hugging Face's code for a decoder-only model with a KV cache, fixed-size states, or both.
 
-    All rows share one time axis that ends with the latest token: a row's key-values are right-aligned in the cache,
-    with masked columns before them, as in Hugging Face's left padding. Distances between columns then equal distances
+    All rows share one time axis that ends with the latest token: a row's keys and values are right-aligned in the
+    cache, after masked columns, as in Hugging Face's left padding. Distances between columns then equal distances
     between tokens, so sliding windows work. Columns that no row uses are removed. The states of convolutions and
     recurrences, such as linear attention, have rows but no columns. If padding would change these states, all prompts
     in a forward have the same length.
 
     Args:
         prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
-        record_routes: record the experts of each token; None records them if the model's family allows it.
+        record_routes: whether to record each token's experts; None does so if the model's family allows it.
 
     Raises:
-        ValueError: if required routes cannot be recorded; or if the model keeps anything else, such as an index for
-            sparse attention, uses its own cache class, or computes differently when decoding than when training.
+        ValueError: if required routes cannot be recorded; or if the model needs anything else, such as an index for
+            sparse attention or its own cache class, or computes differently in decoding than in training.
     """
 
     has_own_threads = False
@@ -150,18 +150,18 @@ class HuggingFaceDecoder:
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
-        self._last = torch.tensor([-1], device=device)
+        self._last_position = torch.tensor([-1], device=device)
         self._prefill_tokens, self._image_reader = prefill_tokens, ImageReader.of(config)
         self._routes: Routes | None = None  # if set, routes are recorded
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
-        self._accepted = set(inspect.signature(self._model.forward).parameters)
-        self._cached = cache_argument(self._model)
+        self._forward_arguments = set(inspect.signature(self._model.forward).parameters)
+        self._cache_argument = cache_argument(self._model)
         self._keeps_states = keeps_states(config)
         if config.is_encoder_decoder or not self._cache_is_supported():
             raise ValueError(
-                "LocalEngine needs a decoder-only model whose layers keep key-values, or states of convolutions and "
-                f"recurrences in transformers' DynamicCache, but layers of type {config.model_type!r} keep something "
-                "else, such as a sparse-attention index, or use their own cache. Use SGLangEngine or a different model."
+                "LocalEngine needs a decoder-only model whose state fits in transformers' DynamicCache: a KV cache, or "
+                f"convolution and recurrent states. Models of type {config.model_type!r} need something else, such as "
+                "a sparse-attention index or their own cache class. Use SGLangEngine or a different model."
             )
         if (limits := time_step_limits(self._model)) is not None:
             raise ValueError(
@@ -172,6 +172,7 @@ class HuggingFaceDecoder:
         self.latest_columns: Mapping[str, Sequence[Tensor]] = {}
         if record_routes is not False:
             self._record_routes(is_required=record_routes is True)
+        # `_targets`: where each sent tensor is copied to; `_tied`: a tied copy's name → its parameter's name.
         parameters = dict(self._model.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         ties = dict(self._model.named_parameters(remove_duplicate=False))
@@ -183,14 +184,14 @@ class HuggingFaceDecoder:
         self.optional_shapes |= {name: tensor.shape for name, tensor in buffers.items()}
         self._cache: DynamicCache | None = None
         self._is_token = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [n, T], 1 where the cache has a token
-        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], offset of the positions after images
+        self._shifts = torch.zeros(0, dtype=torch.int64, device=device)  # [n], offset of positions after images
 
     @torch.no_grad()
     def _cache_is_supported(self) -> bool:
-        """Whether transformers' cache holds only one key per token, or known states, after a run of two tokens."""
+        """Whether transformers' cache has only one key per token, or known states, after a forward of two tokens."""
         from transformers import DynamicCache
 
-        if not self._cached:
+        if not self._cache_argument:
             return False
         states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
         supported = {"DynamicLayer", *(states if self._keeps_states else ["DynamicSlidingWindowLayer"])}
@@ -199,7 +200,7 @@ class HuggingFaceDecoder:
         try:
             cache = self._cache_after(2)
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError):
-            # This cache lacks a kind of state, or the cache class, that the model needs.
+            # The model needs a different cache class, or state that this cache lacks.
             return False
         layers = [_layer_tensors(layer) for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
         columns = [holder[name].shape[-2] for tensors in layers for holder, name, has_columns in tensors if has_columns]
@@ -207,7 +208,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _masks_padding(self) -> bool:
-        """Whether padding before a row's tokens leaves its states unchanged, even if biases are not 0."""
+        """Whether padding before a row's tokens leaves the row's states unchanged, even if biases are not 0."""
         generator = torch.Generator(self._device).manual_seed(0)
         for parameter in self._model.parameters():  # the engine's first weight load overwrites them
             if parameter.dim() == 1:
@@ -227,7 +228,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
-        """Records routes from now on if the model has experts and a run of two tokens returns their routes."""
+        """Records routes from now on if the model has experts and a forward of two tokens returns their routes."""
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
@@ -358,20 +359,20 @@ class HuggingFaceDecoder:
         if cache is None:
             # Without the config, even sliding layers keep all tokens; otherwise their columns could not be moved.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
-        arguments[self._cached] = cache
-        if "position_ids" in self._accepted:
+        arguments[self._cache_argument] = cache
+        if "position_ids" in self._forward_arguments:
             arguments["position_ids"] = positions
         arguments |= inputs or {"input_ids": token_ids}
-        if "logits_to_keep" in self._accepted:
-            # A tensor makes a contiguous copy; for a strided input, torch copies the head's bfloat16 weight per row.
-            arguments["logits_to_keep"] = self._last
+        if "logits_to_keep" in self._forward_arguments:
+            # An index tensor gives a contiguous copy; with a strided input, torch copies the bfloat16 head per row.
+            arguments["logits_to_keep"] = self._last_position
         if self._routes is None:
             outputs = self._model(**arguments)
         else:
             with self._routes.recording() as recorded:
                 outputs = self._model(**arguments)
             self._recorded = recorded().view(*positions.shape, -1).cpu()
-        return outputs[self._cached], outputs.logits
+        return outputs[self._cache_argument], outputs.logits
 
 
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""LocalEngine: generates in this process, with continuous batching, a decode thread and its own weights."""
+"""LocalEngine: generates in this process, with continuous batching, a decode thread and its own copy of the weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> N
                 shape = decoder.shapes.get(name, decoder.optional_shapes.get(name))
                 if shape is None:
                     raise WeightSyncError(
-                        f"The engine's model has no parameter {name!r}; its names look like "
+                        f"The engine's model has no parameter {name!r}; its parameter names look like "
                         f"{next(iter(decoder.shapes))!r}. Export the model that the engine was started with; the "
                         "engine keeps its old weights."
                     )
@@ -95,35 +95,35 @@ SMALL_MODEL_PARAMETERS = 10_000_000
 class LocalEngine(RolloutEngine):
     """A rollout engine in this process, on the trainer's GPU or the CPU, with its own copy of the weights.
 
-    Llama, Mistral, Qwen2 and Qwen3 models are decoded on a fast path. Other decoder-only models whose layers keep
-    key-values, or the states of convolutions and recurrences, also with a vision tower, run Hugging Face's code. All
-    other models are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after
-    their last token; equal prompts that are admitted together are computed once. A token depends on the seed, its
-    position and the logits; the batch can change it only through float rounding of the logits.
+    Llama, Mistral, Qwen2 and Qwen3 models are decoded on a fast path. Other decoder-only models that need a KV cache,
+    or convolution and recurrent states, run Hugging Face's code, with a vision tower if they have one. All other models
+    are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after their last
+    token; equal prompts that are admitted together are computed once. A token depends on the seed, its position and the
+    logits; the batch can change it only through float rounding of the logits.
 
     `pause` sets a flag and `resume` clears it, so one resume ends any number of pauses. A paused engine queues
     requests, and `resume` admits them together, in call order. `pause` returns immediately on an idle engine. A weight
     load stops decoding without changing the flag.
 
-    Memory: the weights; during a load also the old weights, to undo a bad bucket; and key-values for the largest number
-    of rows and tokens so far. On a GPU the fast path uses at most `key_value_bytes` for key-values; other rows wait.
+    Memory: the weights; during a load also the old weights, to undo a bad bucket; and a KV cache for the largest number
+    of rows and tokens so far. On a GPU, the fast path's KV cache is limited to `key_value_bytes`; other rows wait.
 
     Args:
         max_batch: maximum number of completions decoded together (slots). None means 512 for models below 10 M
-            parameters, whose steps cost more per operation than per row, and 256 for others.
+            parameters, in which a step costs nearly the same for more rows, and 256 for others.
         threads: number of decoding threads; None means the number that torch uses in the thread that calls `start`.
             With the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share each
             operation, which is slower than one thread for models below 10 M parameters; for these, None means 1.
         max_context: maximum number of tokens in prompt and completion together; None means the model's context.
-        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is what the trainer computes in.
+        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` means the trainer's computing dtype.
         device: where to decode; None means the trainer's CUDA device if it has one, and otherwise the CPU.
-        quantization: `fp8` rounds linear weights as SGLang does with this setting. It saves no memory; it shows the
-            mismatch with the trainer, and its correction, without a GPU. See weights/block_fp8.py.
+        quantization: `fp8` rounds linear weights as SGLang does with this setting. It saves no memory, but lets you see
+            the mismatch with the trainer, and correct it, without a GPU. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: maximum number of prompt tokens, with padding, in one forward; limits the prefill's memory.
         record_routes: whether to return each token's experts, so that the trainer uses the same (models/routes.py).
             None does so for models with experts, except for families whose routes cannot be recorded.
-        boundary_timeout_s: maximum time that `pause`, `load_weights` and `close` wait for the token in progress.
+        boundary_timeout_s: maximum time that `pause`, `load_weights` and `close` wait for the current token to finish.
     """
 
     continues_completions = True
@@ -164,11 +164,11 @@ class LocalEngine(RolloutEngine):
         self.record_routes = record_routes
         self.boundary_timeout_s = boundary_timeout_s
 
-        self.key_value_bytes: float | None = None  # set before `start`; None: half of the GPU memory that is free then
+        self.key_value_bytes: float | None = None  # set before `start`; None means half of the GPU memory then free
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # until `start`: the dtype of the policy's weights
+        self._dtype = torch.float32  # the policy's dtype, if known; from `start` on, the engine's
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
 
@@ -253,7 +253,7 @@ class LocalEngine(RolloutEngine):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt; has no timeout, because the controller sets one."""
+        """Generates `n` completions of one prompt, without a timeout, because the controller has one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, samplings, [started] * n, attached)))
@@ -267,7 +267,7 @@ class LocalEngine(RolloutEngine):
         started: Sequence[Completion | None] | None = None,
         **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
-        """Submits one request for the whole group, unless a subclass replaces only `generate`."""
+        """Submits one request for the whole group, unless a subclass overrides only `generate`."""
         if self._generates_each:
             return super().generate_group(token_ids, samplings, session=session, started=started, **attached)
         return self._submit(token_ids, samplings, started or [None] * len(samplings), attached)
@@ -276,7 +276,7 @@ class LocalEngine(RolloutEngine):
         return self._started().unfinished()
 
     async def pause(self) -> None:
-        """Pauses; raises EngineTimeout, but stays paused, if the token in progress exceeds `boundary_timeout_s`."""
+        """Pauses; raises EngineTimeout, but stays paused, if the current token takes over `boundary_timeout_s`."""
         await self._started().pause()
 
     async def resume(self) -> None:
@@ -289,7 +289,7 @@ class LocalEngine(RolloutEngine):
 
         Raises:
             WeightSyncError: if a name is unknown, missing or repeated, a shape differs, or a value is not finite.
-            EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing was changed.
+            EngineTimeout: if decoding does not stop within `boundary_timeout_s`; nothing is changed.
         """
         thread = self._started()
         if self.quantization is not None:
@@ -302,7 +302,7 @@ class LocalEngine(RolloutEngine):
             self.weight_version = weight_version
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Scores between two tokens, for which it waits up to `boundary_timeout_s`. The only replica is `engine`."""
+        """Waits up to `boundary_timeout_s` for the current token, then scores. The only replica is `engine`."""
         return {"engine": [self._scores(token_ids) for token_ids in sequences]}
 
     def dtypes(self) -> set[str]:
@@ -315,7 +315,7 @@ class LocalEngine(RolloutEngine):
             return {name: self._decoder.read(name) for name in self._decoder.shapes}
 
     def close(self) -> None:
-        """Stops decoding; raises EngineTimeout if the token in progress takes longer than `boundary_timeout_s`."""
+        """Stops decoding; raises EngineTimeout if the current token takes over `boundary_timeout_s`."""
         if self._thread is not None:
             self._thread.close()
             self._decoder = None
@@ -330,7 +330,7 @@ class LocalEngine(RolloutEngine):
         thread = self._started()
         longest = max(samplings, key=lambda sampling: sampling.max_new_tokens)
         check_request(token_ids, longest, len(samplings), vocab_size=self._vocab_size, max_context=self.max_context)
-        # An error fails only this request. A closed engine has no decoder, and its thread refuses the request.
+        # An error here fails only this request. A closed engine has no decoder, and its thread refuses the request.
         attachments = () if self._decoder is None else self._decoder.attachments(token_ids, **attached)
         prompt = tuple(token_ids)
         rows = zip(samplings, started, strict=True)

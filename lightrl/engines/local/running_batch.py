@@ -1,7 +1,7 @@
 """RunningBatch: the rows being decoded; they enter and step together, and leave one by one.
 
 Slots 0 to `size - 1` are in use, so that each tensor in a step is a plain slice; when a row leaves, the last row
-moves into its slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and
+moves into the free slot. `decode_thread.py` decides when to admit, step and recompute, and handles threads, queues and
 asyncio. A token is sampled by inverting the cumulative distribution at a uniform number that depends only on seed and
 position. So a completion depends only on its seed and logits, not on the batch or on global random state.
 
@@ -33,7 +33,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def completion_seed(seed: int, sample: int) -> int:
-    """Returns the int64 seed of completion `sample` of a request; completion 0 uses the request's seed."""
+    """Returns the int64 seed of a request's completion number `sample`; completion 0 uses the request's seed."""
     if sample == 0:
         return seed
     mixed = _mix(torch.tensor(seed, dtype=torch.int64) ^ _mix(torch.tensor(sample, dtype=torch.int64) * _GOLDEN))
@@ -41,9 +41,9 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Returns uniform numbers for `count` positions, starting at `first`, of completions with these int64 seeds [n].
+    """Returns uniform random numbers for `count` positions from `first` on, of completions with these int64 seeds [n].
 
-    The generator is splitmix64 (https://doi.org/10.1145/2660193.2660195), with its state hashed from the seed.
+    The generator is splitmix64 (https://doi.org/10.1145/2660193.2660195); its initial state is a hash of the seed.
 
     Returns:
         [n, count] float64 in [0, 1), with 53 random bits.
@@ -73,29 +73,29 @@ def sample_tokens(
     is_greedy: Tensor | None = None,
     num_top: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """Samples one token per row; returns it, its logprob over its support, the support, and the most likely tokens.
+    """Samples one token per row; returns the token, its logprob over the support, the support, and likely tokens.
 
     The support is the set of tokens that top-k and top-p keep. A setting is None if no row uses it, to save work.
 
     Args:
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
-        temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
-        top_k, top_p: [n], given together or not at all; V and 1 keep every token, and are used in greedy rows.
+        temperature: [n], above 0; 1 in greedy rows, because their logprobs are not scaled.
+        top_k, top_p: [n], both or neither; in greedy rows V and 1, which keep every token.
         is_greedy: [n] bool, rows that get the most likely token.
         num_top: K, the number of most likely tokens to return, at most V.
 
     Returns:
-        Token ids [n] int64, logprobs [n] float32, and supports [n, V] bool. Supports are all False in rows that are
-        not truncated, and None without `top_k`. Then the ids and logprobs of the K most likely tokens, [n, K] each,
-        over the support, or None if K is 0.
+        Token ids [n] int64; logprobs [n] float32; supports [n, V] bool, None if `top_k` is None, and False everywhere
+        in rows that are not truncated; the ids and logprobs of the K most likely tokens of the support, [n, K] each,
+        or None if K is 0.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
     probabilities = logprobs.exp()
     if top_k is not None and top_p is not None:
         probabilities = truncated(probabilities, top_k, top_p)
-    # float64: with 150,000 tokens a float32 sum would lose every token below 6e-8
+    # float64, because with 150,000 tokens a float32 sum would lose every token below 6e-8
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     token_ids = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
     token_ids.clamp_(max=logits.shape[-1] - 1)  # NaN logits may give V; `retire` reports their NaN logprob
@@ -104,7 +104,7 @@ def sample_tokens(
     if top_k is not None and top_p is not None:
         is_truncated = ((top_k < logits.shape[-1]) | (top_p < 1))[:, None]
         is_possible = (probabilities > 0) & is_truncated
-        shifted = logits - logits.amax(-1, keepdim=True)  # before the division, where large logits would lose digits
+        shifted = logits - logits.amax(-1, keepdim=True)  # before dividing, because large logits would lose digits
         shifted = shifted if temperature is None else shifted / temperature[:, None]
         within = torch.log_softmax(shifted.masked_fill(~is_possible, -torch.inf), -1)
         logprobs = torch.where(is_truncated, within, logprobs)
@@ -114,10 +114,10 @@ def sample_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets the probabilities of tokens outside top-k to 0, then of the remaining tokens outside top-p.
+    """Sets the probabilities of tokens outside top-k to 0, then those of the remaining tokens outside top-p.
 
-    Top-p keeps the most likely tokens until their sum reaches `top_p`, including the token that reaches it. Ties go to
-    the lower token id. The result [n, V] is not renormalized.
+    Top-p keeps the most likely tokens until their sum reaches `top_p`, including the token that reaches it. In a tie,
+    the lower token id wins. The result [n, V] is not renormalized.
     """
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[-1], device=ordered.device)
@@ -151,17 +151,17 @@ class Row:
 
     prompt: tuple[int, ...]
     sampling: Sampling  # with this completion's seed
-    attachments: tuple[str, ...] = ()  # of the prompt, as the decoder reads them
-    started: Completion | None = None  # the tokens that this or another engine generated earlier
+    attachments: tuple[str, ...] = ()  # the prompt's images, as returned by the decoder's `attachments`
+    started: Completion | None = None  # tokens that this or another engine generated earlier
     owner: Any = None  # the caller's object for this completion, such as a future; the batch does not use it
-    version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
+    version_changes: list[tuple[int, int]] = field(default_factory=list)  # (token index, weight version from there on)
     codes: list[bytes] = field(default_factory=list)  # encoded supports of the tokens, if sampling is truncated
     top: dict[str, list[bytes]] = field(default_factory=dict)  # the most likely tokens, if sampling asks for them
     recorded: dict[str, list[bytes]] = field(default_factory=dict)  # columns from the decoder, one part per forward
 
     @property
     def columns(self) -> dict[str, TokenArray[Any]]:
-        """The columns of the completion so far."""
+        """The completion's columns so far."""
         parts = self.recorded | self.top | ({SUPPORTS.name: self.codes} if self.sampling.is_truncated else {})
         return {
             name: TokenArray.of_stored(b"".join(codes), b"", column_named(name).code) for name, codes in parts.items()
@@ -171,7 +171,7 @@ class Row:
 class RunningBatch:
     """The rows being decoded.
 
-    An admitted row has at least one token; its last token is not yet in the decoder's key-values.
+    An admitted row has at least one generated token; the last one is not yet in the decoder's KV cache.
 
     Args:
         decoder: computes the logits; if its weights change between two calls, `recompute` must be called next.
@@ -186,7 +186,7 @@ class RunningBatch:
         self.device = device
         self._rows: list[Row] = []
         self._sampled: list[tuple[list[Row], Any, Any]] = []  # to be encoded: rows, supports [M, 2], tokens [n]
-        # State on the host. To find finished rows, only sampled tokens are read from the device.
+        # State on the host, so that finding finished rows reads nothing but sampled tokens from the device.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -213,7 +213,7 @@ class RunningBatch:
         return len(self._rows)
 
     def capacity(self, waiting: Iterable[Row]) -> int:
-        """Returns how many rows, at full length, fit into memory if waiting rows enter in order; at least 1."""
+        """Returns how many rows fit into memory at full length, if waiting rows enter in order; at least 1."""
         size, longest = self.size, _longest_end(self._rows)
         for row in itertools.islice(waiting, self.max_rows - size):
             longest = max(longest, _longest_end([row]))
@@ -223,11 +223,11 @@ class RunningBatch:
         return self.max_rows
 
     def reserve(self, rows: Sequence[Row]) -> None:
-        """Reserves memory for these rows' key-values; called before `admit` and `readmit`."""
+        """Reserves KV cache memory for these rows; called before `admit` and `readmit`."""
         self._decoder.reserve(self.size + len(rows), _longest_end([*self._rows, *rows]))
 
     def admit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Computes each distinct prompt once, and samples the first token of each row."""
+        """Adds rows: computes each distinct prompt once, and samples each row's first token."""
         first = self.size
         prompts, sequence_indices, attachments = _distinct([row.prompt for row in rows], rows)
         logits = self._decoder.append(prompts, sequence_indices, attachments)
@@ -277,7 +277,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies sampled tokens to the host, which waits for the device only here, for supports and for columns."""
+        """Copies sampled tokens to the host. The host waits for the device only here, for supports and for columns."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -288,7 +288,7 @@ class RunningBatch:
         self._logprobs[slots_and_lengths] = values[1].astype(np.int32).view(np.float32)
 
     def remove(self, is_unwanted: Callable[[Row], bool]) -> None:
-        """Removes unwanted rows without returning completions."""
+        """Removes the rows for which `is_unwanted` is true, without returning completions."""
         slots = {slot for slot, row in enumerate(self._rows) if is_unwanted(row)}
         if slots:
             self._drop(slots)
@@ -309,7 +309,7 @@ class RunningBatch:
         }
 
     def readmit(self, rows: Sequence[Row], weight_version: int) -> None:
-        """Adds rows that have `started` tokens, and computes their key-values; samples no token."""
+        """Adds rows that have `started` tokens, and computes their KV cache; samples no token."""
         first = self.size
         starts = [row.started for row in rows if row.started is not None]
         sequences, sequence_indices, attachments = _distinct(
@@ -329,7 +329,7 @@ class RunningBatch:
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
-        """Recomputes the key-values of all rows with the decoder's current weights; samples no token."""
+        """Recomputes the KV cache of all rows with the decoder's current weights; samples no token."""
         self._decoder.clear()
         if not self._rows:
             return
@@ -381,7 +381,7 @@ class RunningBatch:
                 self._encode_supports()
 
     def _add_recorded(self, rows: Sequence[Row], sequence_indices: Sequence[int]) -> None:
-        """Adds to each row the columns that the decoder recorded for its sequence in the latest forward."""
+        """Adds to each row the columns that the decoder recorded for the row's sequence in the latest forward."""
         for name, latest in self._decoder.latest_columns.items():
             stored = [values.numpy().tobytes() for values in latest]  # for each sequence
             for row, index in zip(rows, sequence_indices, strict=True):
@@ -424,7 +424,7 @@ class RunningBatch:
                 array[holes] = array[movers]
 
     def _fill_rows(self, rows: Sequence[Row], generated: Sequence[int]) -> None:
-        """Adds rows and their state for the next step; `generated` is the number of tokens that each row has."""
+        """Adds rows and their state for the next step; `generated` has each row's number of generated tokens."""
         first = self.size
         self._rows.extend(rows)
         new = slice(first, self.size)
@@ -437,7 +437,7 @@ class RunningBatch:
         self._seeds[new] = on_device([row.sampling.seed for row in rows], self.device)
         self._widen(max(generated) + 1)
         self._uniforms[new] = uniforms(self._seeds[new], 0, self._uniforms.shape[1])
-        slots_by_settings: dict[object, list[int]] = {}  # few different settings, even with hundreds of rows
+        slots_by_settings: dict[object, list[int]] = {}  # hundreds of rows share a few settings
         for slot, row in enumerate(self._rows):
             slots_by_settings.setdefault(_shared_settings(row.sampling), []).append(slot)
         self._has_temperature = self._has_truncation = self._has_greedy = False
@@ -471,14 +471,14 @@ class RunningBatch:
 
 
 def _longest_end(rows: Sequence[Row]) -> int:
-    """Returns the maximum length, including the prompt, that any of these rows may reach."""
+    """Returns the maximum length, including the prompt, that these rows may reach."""
     return max((len(row.prompt) + row.sampling.max_new_tokens for row in rows), default=0)
 
 
 def _distinct(
     sequences: Sequence[tuple[int, ...]], rows: Sequence[Row]
 ) -> tuple[Sequence[tuple[int, ...]], list[int], Sequence[tuple[str, ...]]]:
-    """Removes duplicates: returns the distinct sequences, each row's index among them, and each one's attachments."""
+    """Returns the distinct sequences, the index of each row's sequence among them, and each sequence's attachments."""
     index_of: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     sequence_indices = [
         index_of.setdefault((sequence, row.attachments), len(index_of))

@@ -7,12 +7,12 @@ Reading order:
       fleet.py       chooses the server for a request; members.py  changes server states; watch.py  checks servers
       registry.py    the folder where servers announce themselves; processes/  servers that the engine starts
     request_loop.py  generates completions despite failures; request.py  a completion made by several requests
-      leader.py      lets other processes send requests to the fleet; follower.py  the code in those processes
+      leader.py      lets other processes send requests to the fleet; follower.py  the code that runs in them
       router.py      sends a request to its server; gateway.py  lets SGLang's gateway choose the server
     sync/            sends weight versions to the servers and verifies them there
     home_loop.py     the engine's event loop, and how other threads reach it
       client.py      requests to one server, and what it reports; connection.py  HTTP with retries and deadlines
 
-May import: the same as engines/, but not sglang/ or vllm/. Each kind of server is such a package with three classes: a
-ServerClient (its HTTP paths), a ModelProcess (its command line) and a ServerEngine.
+May import: the same as engines/, but not sglang/ or vllm/. Each kind of server has its own package with three classes:
+a ServerClient (the HTTP paths), a ModelProcess (the command line) and a ServerEngine.
 """

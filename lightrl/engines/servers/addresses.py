@@ -1,4 +1,4 @@
-"""Addresses of servers and weight receivers, read from the environment, and the routes to them."""
+"""Addresses of servers and weight receivers from the environment, and network routes to them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def remote_servers(urls: Iterable[str]) -> list[str]:
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """Returns the address at which these servers reach this machine, by default the local end of the route to them.
+    """Returns this machine's address for these servers, by default the local end of the route to them.
 
     Raises:
         ValueError: if `trainer_host` is not an address of this machine, or no single address serves all servers.

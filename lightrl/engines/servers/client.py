@@ -1,4 +1,4 @@
-"""ServerClient: the engine's requests to one server; each kind of server has a subclass that knows its paths.
+"""ServerClient: the engine's requests to one server; each kind of server has a subclass with its HTTP paths.
 
 A `timeout_s` of 0 means `timeouts.request_s`, or `timeouts.generate_s` for `generate`.
 """
@@ -38,13 +38,13 @@ class ServerInfo:
         num_ranks: number of tensor-parallel ranks.
         dtype: dtype of the weights; None if the server reports only `auto`.
         is_cpu: whether the weights are on a CPU.
-        layout_problem: why its digests cannot be compared with the trainer's; None if they can.
+        layout_problem: why the server's digests cannot be compared with the trainer's; None if they can.
         model_path: the model that the server was started with.
-        overrides: JSON with values that replace those in that model's config.
-        page_tokens: number of tokens per page of the key-value cache.
+        overrides: JSON of values that override the model's config.
+        page_tokens: number of tokens per page of the KV cache.
         is_auto: whether the dtype comes from the config that the server was started with.
-        computes_in: torch's name of the coarsest dtype used in computation, or `auto`.
-        world_size: number of tensor-parallel times pipeline-parallel ranks.
+        computes_in: torch's name for the least precise dtype used in computation, or `auto`.
+        world_size: number of ranks: tensor-parallel times pipeline-parallel.
         is_vllm: whether weights are stored as in vLLM; see ServerLayout.
         returned_columns: names of the columns (lightrl/columns) that the server was started to return.
         ep: as in ServerLayout.
@@ -66,7 +66,7 @@ class ServerInfo:
     ep: int = 1
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Returns the possible layouts of the server's weights; `dtype` is their dtype if an earlier load found it."""
+        """Returns the possible layouts of the server's weights; `dtype` is the one that an earlier load found."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
         return [ServerLayout(item, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for item in dtypes if item]
 
@@ -76,8 +76,8 @@ def other_model(
 ) -> str | None:
     """Describes how a server's model differs from the trainer's; None if they seem to be the same.
 
-    A running server does not report its model's dimensions. They are compared only if this machine can read the config
-    that the server was started with.
+    A running server does not report its model's sizes. They are compared only if this machine can read the config that
+    the server was started with.
 
     Args:
         model_info: the server's `model_type` and `architectures`, if it reports them.
@@ -119,7 +119,7 @@ def _readable_config(info: ServerInfo) -> PretrainedConfig | None:
 
     if not info.model_path:
         return None
-    with contextlib.suppress(OSError, ValueError):  # the path is on the server's host, or transformers cannot read it
+    with contextlib.suppress(OSError, ValueError):  # the path exists only on the server's host, or is unreadable
         served: PretrainedConfig = AutoConfig.from_pretrained(info.model_path, local_files_only=True)
         for name, value in json.loads(info.overrides).items():
             setattr(served, name, value)
@@ -136,7 +136,7 @@ MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A server's ranks in a process group whose rank 0 is the trainer."""
+    """A server's ranks in a process group in which rank 0 is the trainer."""
 
     master_address: str
     master_port: int
@@ -146,19 +146,19 @@ class GroupPlace:
 
 
 class ServerClient(Connection, ABC):
-    """A client of one server; see `Connection` for the arguments.
+    """A client for one server; see `Connection` for the arguments.
 
     A subclass implements the abstract methods. It also overrides the methods that raise NotImplementedError, if its
     kind of server supports the transport or placement that needs them.
     """
 
-    version: str  # the program and version that the class is written for, for messages
+    version: str  # the program and version that the class supports, for messages
     column_help: ClassVar[Mapping[str, str]]  # column name → how to make the server return it
 
     @staticmethod
     @abstractmethod
     def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-        """Returns the request body for the missing tokens; requests with the same `cache_key` share key-values."""
+        """Returns the request body for the missing tokens; requests with the same `cache_key` share cached prefixes."""
 
     @staticmethod
     @abstractmethod
@@ -170,14 +170,14 @@ class ServerClient(Connection, ABC):
     ) -> Any:
         """Sends a generation request; returns the answer parsed by `read`: by default a dict, or a list for a batch.
 
-        A cancellation closes the connection, which the server notices seconds later; `abort` stops the request at once.
+        Cancelling it closes the connection, which the server notices seconds later; `abort` stops the request at once.
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
 
     @contextlib.contextmanager
     def reading(self, path: str) -> Iterator[None]:
-        """Context manager for reading an answer of `path`; raises EngineError if its format is unexpected."""
+        """Context manager for reading an answer from `path`; raises EngineError if the format is unexpected."""
         try:
             yield
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -206,7 +206,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
-        """Stops requests whose id starts with `rid` at the next token; `generate` then returns their tokens so far."""
+        """Stops requests whose id starts with `rid` at the next token; `generate` then returns the tokens so far."""
 
     @abstractmethod
     async def model_info(self, *, timeout_s: float = 0.0, num_retries: int | None = None) -> Mapping[str, Any]:
@@ -217,7 +217,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def pause(self, *, timeout_s: float = 0.0) -> None:
-        """Stops running requests between tokens; after `resume` they continue with recomputed key-values."""
+        """Stops running requests between tokens; after `resume` they recompute their KV cache and continue."""
 
     @abstractmethod
     async def resume(self, *, timeout_s: float = 0.0) -> None:
@@ -229,7 +229,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Announces updates from tensors or a process group, until `end_weight_update`; False if that is not needed."""
+        """Announces weight updates, until `end_weight_update`; returns False if the server needs no announcement."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...
@@ -255,7 +255,7 @@ class ServerClient(Connection, ABC):
         raise NotImplementedError
 
     async def init_weights_group(self, name: str, place: GroupPlace, *, timeout_s: float) -> None:
-        """Makes the server join a process group, at the same time as the trainer joins as rank 0."""
+        """Makes the server join a process group while the trainer joins as rank 0."""
         raise NotImplementedError
 
     async def update_weights_from_distributed(
@@ -283,7 +283,7 @@ class ServerClient(Connection, ABC):
 
 
 async def abort_at(clients: Iterable[ServerClient], rid: str = "", *, abort_all: bool = False) -> None:
-    """Aborts the requests at each server; ignores failures, and waits at most `ABORT_TIMEOUT_S`."""
+    """Aborts the requests on each server; ignores failures and waits at most `ABORT_TIMEOUT_S`."""
 
     async def abort(client: ServerClient) -> None:
         with contextlib.suppress(EngineError, asyncio.TimeoutError):

@@ -72,12 +72,12 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether the error comes from this process's or machine's limit on open files, not from the server."""
+    """Whether the error comes from a limit on open files, of this process or machine, and not from the server."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class ServerRefused(EngineError):
-    """A server answered with an HTTP error, or reported a failure."""
+    """A server answered with an HTTP error or reported a failure."""
 
     def __init__(self, message: str, *, status: int, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -105,7 +105,7 @@ NO_ANSWER = (EngineUnreachable, EngineTimeout, ServerRefused, OutOfFiles)  # a l
 class Connection:
     """HTTP to one server, from one event loop at a time; after `close`, the next request opens new connections.
 
-    A subclass sets the program's name for messages, and the path for generation requests.
+    A subclass sets the program's name, for messages, and the path of generation requests.
 
     Args:
         token: the server's API key; None if it has none.
@@ -133,7 +133,7 @@ class Connection:
         self.url = self.name = url.rstrip("/")  # the name is for messages
         self.timeouts = timeouts or Timeouts()
         self.last_answer_at: float | None = None  # monotonic seconds
-        self._last_path = ""  # the path that was answered then
+        self._last_path = ""  # the path of that answer
         self._num_retries = num_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
@@ -156,7 +156,7 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        A retry of a generation or batch gets a new random `rid` in `body`: the server may still run the old request.
+        A retry of a generation or batch gets a new random `rid` in `body`: the server may still be running the old one.
 
         Args:
             headers: a dict that receives the answer's headers, with lower-case names.
@@ -183,7 +183,7 @@ class Connection:
                 may_repeat = attempt < retries and is_temporary
                 if isinstance(error, ServerRefused) and error.is_busy:
                     wait_s = max(wait_s, error.retry_after_s)
-                    # The caller of a generation without retries tries other servers itself.
+                    # A generation with `num_retries=0` is not repeated here: its caller tries other servers.
                     is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
                     busy_s = time.monotonic() - start + wait_s
                     may_repeat = is_harmless and busy_s < timeout_s
@@ -238,7 +238,7 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self.timeouts.request_s)
         data: Any = json.dumps(body).encode() if isinstance(body, dict) else body
         headers = None
-        if isinstance(body, bytes):  # large, so it is sent in slices, between which other requests continue
+        if isinstance(body, bytes):  # large, so it is sent in slices, which lets other requests continue in between
             data, headers = _slices(body), {"Content-Length": str(len(body))}
         num_closes = self._num_closes
         try:
@@ -249,14 +249,14 @@ class Connection:
                 if answer_headers is not None:
                     answer_headers.update((key.lower(), value) for key, value in response.headers.items())
         except asyncio.CancelledError as error:
-            # Closing a session cancels requests that wait for a connection, without cancelling this task.
+            # Closing a session cancels requests that wait for a connection, but not this task.
             task = asyncio.current_task()
             if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it accepted {name}.") from error
         except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's deadline is below
             raise EngineUnreachable(
-                f"{self.name} accepted no connection for {name} within engine.timeouts.request_s="
+                f"{self.name} did not accept a connection for {name} within engine.timeouts.request_s="
                 f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
             ) from error
         except TimeoutError as error:
@@ -327,7 +327,7 @@ def _reason(error: aiohttp.ClientError | OSError) -> str:
     if isinstance(cause, socket.gaierror):
         return f"the name {address.partition(' port ')[0]!r} cannot be resolved"
     if isinstance(cause, ConnectionRefusedError):
-        return f"{address} refused the connection; nothing listens there"
+        return f"{address} refused the connection; nothing is listening there"
     if isinstance(cause, TimeoutError):
         return f"{address} did not accept the connection in time"
     if isinstance(cause, aiohttp.ServerDisconnectedError | ConnectionResetError | BrokenPipeError):

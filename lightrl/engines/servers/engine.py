@@ -1,13 +1,13 @@
 """ServerEngine: rollouts on servers, given by address or started here; each kind of server has a subclass.
 
-Two objects hold its settings. `start` makes the other parts; each part uses those above it:
+ServerSource and WeightDelivery hold the settings. `start` makes the other parts; each part uses those above it:
 
-    ServerSource, WeightDelivery   the servers; how weights reach them
-    ServerFleet, HomeLoop          the servers' states, and the event loop of everything below
-    Members, Leader                changes of single servers; requests from other processes
-    RequestLoop                    generate ─► a server, despite failures
-    WeightLoader                   load_weights ─► all servers, verified
-    Watch                          servers that are lost, return, join or leave
+    ServerSource, WeightDelivery   where the servers come from; how weights reach them
+    ServerFleet, HomeLoop          the servers' states; the event loop for everything below
+    Members, Leader                change the states of servers; let other processes send requests
+    RequestLoop                    sends `generate` to a server, and to another if that fails
+    WeightLoader                   sends `load_weights` to all servers, and verifies the result
+    Watch                          handles servers that are lost, return, join or leave
 
 The event loop belongs to the controller (`attach`, `detach`); without a controller, the engine starts a loop. `start`,
 `load_weights`, `score`, `release_memory` and `close` are called from other threads.
@@ -56,7 +56,7 @@ from lightrl.weights import Bucket, SharedFolder, block_fp8
 
 
 class ServerSettings(TypedDict, total=False):
-    """The arguments of ServerEngine, for type checkers; in its subclasses, `settings`."""
+    """The arguments of ServerEngine, as type checkers see the `settings` of its subclasses."""
 
     urls: Sequence[str] | None
     servers: int | None
@@ -81,8 +81,8 @@ class ServerEngine(RolloutEngine):
     during the run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
     A request goes to the server with the fewest outstanding tokens; later turns of a session go to the server that
-    holds its prefix. If a server is lost, hangs or fails (5xx), its requests continue on other servers with their
-    tokens so far; no token is counted twice. An error in the request (4xx) is raised. If no server is left, an
+    has the prefix in its cache. If a server is lost, hangs or fails (5xx), its requests continue on other servers from
+    their tokens so far; no token is counted twice. An error in the request (4xx) is raised. If no server is left, an
     EngineError says what happened to each server.
 
     Args:
@@ -91,23 +91,23 @@ class ServerEngine(RolloutEngine):
         tp: number of GPUs per started server.
         server_args: arguments for started servers, keyed by the server's argument names.
         transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
-            pickle, see weights/shared_memory.py), `delta` (only what changed, through weight receivers) or `cuda_ipc`
-            (same GPUs; also a pickle; not tested yet). If all servers report the same dtype, weights are sent in it.
+            pickle, see weights/shared_memory.py), `delta` (only the changes, through weight receivers) or `cuda_ipc`
+            (same GPUs; uses a pickle too; not tested yet). Weights are sent in the servers' dtype if all report one.
         router: what chooses a request's server: `smg` starts SGLang's gateway on this machine (pip install smg); an
             address names a running gateway that no other run uses; None lets the engine choose. Only generations go
             through a gateway.
-        weight_folder: folder for the disk transport, which trainer and servers see under the same path; None uses a
-            temporary folder on this machine.
+        weight_folder: folder for the disk transport, which must have the same path on the trainer and the servers; None
+            uses a temporary folder on this machine.
         trainer_host: address of this machine that remote servers connect to for `distributed`; None uses the local end
             of the route to them.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `StalenessControl(0)`.
         adapters: with LoRA, `merged` sends whole weights with the adapters merged in; `served` sends the base once and
-            then only adapters. Then a request keeps its weight version until it ends (sync/served_adapters.py).
-        record_routes: whether to record each token's experts, so that the trainer uses the same (models/routes.py).
-            None does so for models with experts if every server supports it; a server that was not started here needs
-            SGLang's `enable_return_routed_experts`.
-        timeouts: deadlines of starts, requests and weight syncs.
+            then only adapters, and each request keeps its weight version until it ends (sync/served_adapters.py).
+        record_routes: whether to record each token's experts, so that the trainer uses the same ones
+            (models/routes.py). None does so for models with experts if every server supports it; a server that was not
+            started here needs SGLang's `enable_return_routed_experts`.
+        timeouts: deadlines for starts, requests and weight syncs.
     """
 
     continues_completions = can_drop_replicas = returns_topk = True
@@ -137,7 +137,7 @@ class ServerEngine(RolloutEngine):
     ) -> None:
         if adapters == "served" and placement == "colocated":
             raise ValueError(
-                "adapters='served' needs placement='separate': colocated servers release their base before each "
+                "adapters='served' needs placement='separate': colocated servers release the base weights before each "
                 "update, so loading only the adapters is not enough. Set adapters to merged."
             )
         self.source = ServerSource(
@@ -173,12 +173,12 @@ class ServerEngine(RolloutEngine):
 
     @property
     def last_sync(self) -> SyncReport | None:
-        """The outcome of the last load at each server."""
+        """The outcome of the last load on each server."""
         return self._loader.last_report if self._loader is not None else None
 
     @property
     def loader(self) -> WeightLoader:
-        """The weight loader, which also holds the request loop; raises EngineError if the engine is not running."""
+        """The weight loader, which also has the request loop; raises EngineError if the engine is not running."""
         if not self._is_open or self._loader is None:
             raise EngineError(f"{type(self).__name__} is closed. Start it, or create a new one.")
         return self._loader
@@ -215,11 +215,11 @@ class ServerEngine(RolloutEngine):
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        """Returns the arguments that servers started here need for these settings, and to return these columns."""
+        """Returns the arguments that servers started here need to support the settings and return these columns."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
-        """Returns the dtype that these servers use for a model with this config if their dtype is `auto`."""
+        """Returns the dtype that `auto` means on these servers, for a model with this config."""
         return getattr(config, "dtype", None) or torch.float32
 
     def start(self, config: PretrainedConfig) -> None:
@@ -284,7 +284,7 @@ class ServerEngine(RolloutEngine):
         self._home.forget()
 
     def close(self) -> None:
-        """Stops requests in flight and the servers that were started here; if one step fails, the others still run."""
+        """Stops requests in flight and the servers started here; every step runs, even if an earlier one fails."""
         was_open, self._is_open = self._is_open, False
         if not was_open:
             return
@@ -298,7 +298,7 @@ class ServerEngine(RolloutEngine):
         )
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
-        """Stops requests and watches, and closes connections."""
+        """Stops all tasks (requests and checks of servers) and closes connections."""
         try:
             await self._home.end_tasks()
         finally:
@@ -322,7 +322,7 @@ class ServerEngine(RolloutEngine):
             raise EngineError(f"{type(self).__name__} was closed before the completion finished.") from None
 
     def open_to_workers(self, num: int) -> tuple[Leader, Follower]:
-        """Returns a leader for use on the controller's loop, and a follower to pickle and open in each worker."""
+        """Returns a leader for the controller's loop, and a follower to pickle and open in each worker."""
         requests, source = self.loader.requests, self.source
         return requests.leader, Follower(
             source.client_type,
@@ -339,7 +339,7 @@ class ServerEngine(RolloutEngine):
         return [dataclasses.asdict(server.status()) for server in self.fleet.in_state()]
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Aborts requests in flight, because servers return partial tokens only then; `resume` continues them."""
+        """Aborts requests in flight, because only then do servers return partial tokens; `resume` continues them."""
         return await self._home.run(self.loader.requests.unfinished())
 
     async def pause(self) -> None:
@@ -349,7 +349,7 @@ class ServerEngine(RolloutEngine):
         await self._home.run(self.loader.requests.resume())
 
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns logprobs by server address; waits for the slowest server, up to `timeouts.generate_s`."""
+        """Returns logprobs by server address; waits up to `timeouts.generate_s` for the slowest server."""
         return self._home.call(self.loader.requests.score(sequences), self.timeouts.generate_s)
 
     def drop_replica(self, name: str, reason: str) -> None:
@@ -361,7 +361,7 @@ class ServerEngine(RolloutEngine):
         return self.loader.verified_by()
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Raises WeightSyncError only if no server loaded the weights; `last_sync` has the outcome for each server."""
+        """Raises WeightSyncError only if no server loads the weights; `last_sync` has the outcome for each server."""
         loader = self.loader
         try:
             loader.load(buckets, weight_version)

@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 from lightrl.engines.servers.server import ACTIVE, GONE, Server, State
 
-MAX_SESSIONS = 65536  # when this many sessions are remembered, all are forgotten
-# A server that is lost this often within this many weight versions is retired.
+MAX_SESSIONS = 65536  # at this number of sessions, all are forgotten
+# A server that is lost MAX_LOSSES times within WITHIN_VERSIONS weight versions is retired.
 MAX_LOSSES, WITHIN_VERSIONS = 4, 8
 SLOW_FACTOR = 3.0  # warn about a server that takes this many times as long per token as the others
 
 
 @dataclass(eq=False, kw_only=True)
 class ServerFleet:
-    """The servers of an engine, and the sessions whose prefixes they hold.
+    """The servers of an engine, and which sessions' prefixes each server has in its cache.
 
-    A server is routable only after it has acknowledged the current weights. A session stays on a routable server while
-    it is at most `max_lead_tokens` busier than the least busy server, which is about what a cached prefix saves.
+    A server is routable only after it has acknowledged the current weights. A session stays on a routable server with
+    at most `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
     """
 
     may_grow: bool = False  # whether new servers may join
     max_lead_tokens: int = 65536
-    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # in cache keys, so that runs share no key-values
+    salt: str = field(default_factory=lambda: secrets.token_hex(8))  # in cache keys, so that runs share no prefixes
     servers: dict[str, Server] = field(default_factory=dict)  # address → server
     weight_version: int = -1  # the version on all routable servers
     newest_version: int = -1  # the newest version that a server may have, from the current or last load
@@ -48,7 +48,7 @@ class ServerFleet:
         server.weight_version = weight_version
 
     def drain(self, server: Server) -> bool:
-        """Excludes a leaving server from new requests; returns whether it still has requests to finish."""
+        """Stops new requests to a leaving server; returns whether it still has requests in flight."""
         if server.state in ACTIVE:
             server.state, server.reason = "draining", "it is leaving"
         return server.state == "draining" and server.num_requests > 0
@@ -57,7 +57,7 @@ class ServerFleet:
         """Marks a server as lost, because it is gone or its weights are unknown; returns False if it already was.
 
         A server that the engine started is restarted until it `is_given_up`; any other server may return by itself.
-        Requests wait for either. A server that is lost too often is retired, unless it is the last one.
+        Requests wait for both kinds. A server that is lost too often is retired, unless it is the last one.
         """
         if not self.has(server):
             return False
@@ -87,7 +87,7 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for a request in this session, or None; avoids `excluded` servers if there are others."""
+        """Returns the server for a request in this session, or None; uses `excluded` ones only if no other can."""
         eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:
@@ -137,7 +137,7 @@ class ServerFleet:
         return [server.url for server in self.in_state(*states)]
 
     def cache_key(self, weight_version: int) -> str:
-        """Returns the prefix cache key of this run's requests with a weight version."""
+        """Returns the prefix cache key for this run's requests that use this weight version."""
         return f"{self.salt}-{weight_version}"  # vLLM accepts no slash
 
     def has_hope(self) -> bool:

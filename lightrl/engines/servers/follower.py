@@ -39,7 +39,7 @@ class _FollowedMembers(Members):
             if server is None:
                 server = self.fleet.join(Server(make_client(status.url)))
             elif status.state in GONE and server.state != status.state:
-                self.home.spawn(server.client.close())  # makes its requests fail at once
+                self.home.spawn(server.client.close())  # makes requests to this server fail at once
             server.state, server.weight_version = status.state, status.weight_version
             server.reason, server.may_return = status.reason, status.may_return
         for url in self.fleet.servers.keys() - {status.url for status in state.servers}:
@@ -56,12 +56,12 @@ class _FollowedMembers(Members):
 
 @dataclass
 class Follower:
-    """An engine that only generates; it is pickled, sent to another process and opened there.
+    """An engine that can only generate; it is pickled, sent to another process and opened there.
 
     Args:
         salt: as in ServerFleet.
-        max_connections: connections from this process to each server; other requests queue here.
-        make_router: the result of the leader's `Router.for_followers`.
+        max_connections: connections from this process to each server; further requests queue here.
+        make_router: what the leader's `Router.for_followers` returned.
     """
 
     client_type: type[ServerClient]
@@ -77,7 +77,7 @@ class Follower:
     check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop that sends requests; `report` reports failed servers to the leader."""
+        """Called first, on the event loop that sends requests; `report` tells the leader about failed servers."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)

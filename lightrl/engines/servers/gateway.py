@@ -1,7 +1,7 @@
 """Gateway: lets SGLang's gateway (smg) choose the server of each request; other calls go directly to each server.
 
     RequestLoop ── /generate ──► smg ──► one of its workers
-    Gateway.keep ── /workers ──► smg     keeps exactly the routable servers as workers
+    Gateway.keep ── /workers ──► smg     keeps its workers equal to the routable servers
 
 So requests reach only servers whose current weights are verified. Paths and fields match smg 1.13.0. A deleted
 worker gets no new requests; for 5 seconds it is listed as `draining` and cannot be added again.
@@ -36,14 +36,14 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 log = logging.getLogger(__name__)
 
-# Every user of the machine can see a command line, but not the environment.
+# All users of the machine can see a command line, but not the environment.
 _PROGRAM = f"""
 import os, sys
 from smg.launch_router import main
 sys.argv.append("--api-key=" + os.environ.pop({TOKEN_VARIABLE!r}))
 main()
 """
-# lightrl itself retries requests and knows which servers are alive; a server paused for a sync is not overloaded.
+# lightrl retries requests and checks servers itself; smg would count a server paused for a sync as overloaded.
 _ARGUMENTS = [
     "--disable-retries", "--disable-circuit-breaker", "--disable-health-check", "--disable-worker-overload-protection",
     "--worker-stall-secs=1000000", "--worker-wedge-secs=1000000", "--request-timeout-secs=1000000",
@@ -54,16 +54,16 @@ _ARGUMENTS = [
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # intervals between checks of its workers
-_CUT_AFTER_S = 1.0  # how long aborted requests to a lost server, and then to the others, may take to return
+_CUT_AFTER_S = 1.0  # how long aborted requests may take to return: first those to a lost server, then the others
 
 
 @dataclass(frozen=True)
 class GatewayState:
     """The gateway's state, which the leader sends to followers."""
 
-    serving: frozenset[str] = frozenset()  # servers to which it may send a request
+    serving: frozenset[str] = frozenset()  # servers that it may send requests to
     problem: str = ""  # why it cannot be used
-    num_cuts: int = 0  # how often all connections were closed
+    num_cuts: int = 0  # how often all connections to it were closed
 
 
 class Gateway(Connection, Router):
@@ -71,7 +71,7 @@ class Gateway(Connection, Router):
 
     Args:
         token: API key of the gateway and the servers; None if they have none.
-        fleet: its routable servers become the gateway's workers.
+        fleet: the routable servers in it become the gateway's workers.
     """
 
     program = "SGLang's gateway"
@@ -170,7 +170,7 @@ class Gateway(Connection, Router):
             serving, problem = await self._update_workers(), ""
         except EngineError as error:
             serving, problem = frozenset[str](), str(error)
-            if isinstance(error, EngineTimeout):  # the gateway hangs, and its requests with it
+            if isinstance(error, EngineTimeout):  # the gateway hangs, so its requests hang too
                 await self.cut()
         if bool(problem) != bool(self.state.problem):
             log.warning("%s", problem or f"{self.name} answers again.")
@@ -180,7 +180,7 @@ class Gateway(Connection, Router):
         home.spawn(abort_at([server.client], abort_all=True))  # in case the server is alive; its answers are ignored
         await asyncio.sleep(_CUT_AFTER_S)
         await self.settle()
-        if self.fleet.has(server) and server.num_requests:  # it hangs, and which requests it has is unknown
+        if self.fleet.has(server) and server.num_requests:  # it hangs, and nobody knows which requests it has
             await abort_at([other.client for other in self.fleet.in_state("routable")], abort_all=True)
             await asyncio.sleep(_CUT_AFTER_S)  # meanwhile the other servers return their tokens so far
             await self.cut()
@@ -192,7 +192,7 @@ class Gateway(Connection, Router):
         await self.close()
 
     async def _update_workers(self) -> frozenset[str]:
-        """Adds and removes workers; returns the servers to which the gateway may send requests."""
+        """Adds and removes workers; returns the servers that the gateway may send requests to."""
         timeout_s = min(self.timeouts.hang_s, self.timeouts.request_s)
         answer = await self.request("GET", "/workers", timeout_s=timeout_s)
         try:
@@ -220,7 +220,7 @@ class Gateway(Connection, Router):
         try:
             await self.request(method, path, body, read=None)
         except ServerRefused as error:
-            if error.status not in (_NOT_FOUND, _CONFLICT):  # these mean that it is already done, or in progress
+            if error.status not in (_NOT_FOUND, _CONFLICT):  # these mean that the change is done or in progress
                 raise
 
 

@@ -29,7 +29,7 @@ class HomeLoop:
     `keep` start again on the new loop.
 
     Args:
-        describe: describes the servers, for the error that reports a missed deadline.
+        describe: describes the servers, for the error about a missed deadline.
     """
 
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
@@ -44,8 +44,8 @@ class HomeLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; starts a private one if there is none. Raises EngineError after `close`."""
-        if self._is_closed:  # a late thread must not start a loop that nothing would stop
+        """The loop; a private one is started if there is none. Raises EngineError after `close`."""
+        if self._is_closed:  # a late thread must not start a loop, because nothing would stop it
             raise EngineError("The engine is closed.")
         if self._loop is None:
             self._own_thread = LoopThread(
@@ -57,7 +57,7 @@ class HomeLoop:
         return self._loop
 
     async def move_here(self, leave: Callable[[], Work[None]]) -> None:
-        """Makes the running loop the home. If the home was a private loop, runs `leave` there and stops that loop."""
+        """Makes the running loop the home. If the old home is a private loop, runs `leave` there and stops it."""
         here = asyncio.get_running_loop()
         old, thread = self._loop, self._own_thread
         if old is here:
@@ -73,7 +73,7 @@ class HomeLoop:
         self._loop = None
 
     def close(self, leave: Callable[[], Work[None]]) -> None:
-        """Runs `leave` on the loop, from another thread, and stops a private loop.
+        """Runs `leave` on the loop, and stops a private loop; called from another thread.
 
         If the loop does not answer in time or is already stopping, `leave` does not run; requests end with the loop.
         """
@@ -92,13 +92,13 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; called on the loop.
 
-        Tasks that continue are cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
+        Tasks that still run are cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)  # a cancelled request spawns one that aborts it
+            await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)  # a cancelled request spawns a task that aborts it
 
     def _enter(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -107,7 +107,7 @@ class HomeLoop:
             self._start_soon(start)
 
     def call(self, coroutine: Work[_T], timeout_s: float) -> _T:
-        """Runs a coroutine on the loop, from another thread; raises EngineError if the loop stops meanwhile."""
+        """Runs a coroutine on the loop; raises EngineError if the loop stops. Called from another thread."""
         future, loop = self._submit(coroutine)
         deadline_s = time.monotonic() + timeout_s
 
@@ -166,7 +166,7 @@ class HomeLoop:
 
     @contextlib.contextmanager
     def cancelled_with_loop(self) -> Iterator[None]:
-        """Context manager inside which the current task is cancelled if the loop changes."""
+        """Context manager: inside it, the current task is cancelled if the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

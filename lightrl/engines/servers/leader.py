@@ -3,8 +3,8 @@
     rank 0: engine, Leader ── FleetState: servers, gate ─────────────► Follower ── /generate ──► servers
                                  ◄── FollowerState; failed servers ─────────
 
-A follower chooses servers and repeats failed requests as the engine does, based on the state that the leader sends. The
-leader decides whether a server is lost and when requests may begin.
+A follower chooses servers and repeats failed requests like the engine does, based on the state that the leader sends.
+The leader decides whether a server is lost and when requests may begin.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lightrl.engines.servers.server import ServerStatus
 
 @dataclass
 class Traffic:
-    """The requests in flight, from this process or from all its followers, and whether new requests may begin."""
+    """The requests in flight from this process or its followers, and the gate: whether new requests may begin."""
 
     num_running: int = 0  # completions that a server is generating
     num_waiting: int = 0  # completions that wait for the gate or for a server
-    is_held: bool = False  # requests wait for a load to end
+    is_held: bool = False  # new requests wait until a load ends
     is_paused: bool = False
-    has_minimum: bool = False  # a request has min_new_tokens, which servers would count from 0 again after a pause
+    has_minimum: bool = False  # a request had min_new_tokens, which servers would count from 0 again after a pause
 
     @property
     def is_open(self) -> bool:
@@ -36,7 +36,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The leader's state, which is pickled and sent to followers."""
+    """The leader's state, pickled and sent to followers."""
 
     weight_version: int
     newest_version: int
@@ -48,7 +48,7 @@ class FleetState:
 
 @dataclass(frozen=True)
 class FollowerState:
-    """A follower's state, which it sends back to the leader."""
+    """A follower's state, sent back to the leader."""
 
     num_running: int = 0  # completions that a server is generating
     has_minimum: bool = False  # whether a request had `min_new_tokens`
@@ -59,7 +59,7 @@ class FollowerProcesses(Protocol):
     """The leader's connection to all followers."""
 
     async def notify(self) -> None:
-        """Returns when each follower has the leader's state and has answered with its own state, or has exited."""
+        """Returns once each follower has the leader's state and has sent its own state back, or has exited."""
         ...
 
     def post(self) -> object:
@@ -78,7 +78,7 @@ class Leader:
     _posting: asyncio.Task[Any] | None = None
 
     def lead(self, followers: FollowerProcesses | None) -> None:
-        """Lets these processes send all requests, until called with None."""
+        """Makes these processes send all requests, until called with None."""
         if self._posting is not None:
             self._posting.cancel()
         self._followers = followers
@@ -90,7 +90,7 @@ class Leader:
             followers.post()
 
     async def notify(self) -> None:
-        """Returns when all followers have the current state and have answered with their own."""
+        """Returns once all followers have the current state and have sent their own back."""
         if self._followers is not None:
             await self._followers.notify()
 
@@ -107,7 +107,7 @@ class Leader:
         self.members.router.note_loads(load for state in states for load in state.loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
-        """Called when a follower's request failed; `kind` says whether the server is `lost` or `suspect`."""
+        """Called when a follower's request failed; `kind` is `lost` or `suspect`, the follower's view of the server."""
         server = self.members.fleet.servers.get(url)
         if server is None:
             return

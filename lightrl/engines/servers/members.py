@@ -1,4 +1,4 @@
-"""Members: changes the states of servers (reached, lost, drained); called by `Watch` and by requests."""
+"""Members: changes servers' states when they answer, are lost or leave; called by `Watch` and by requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
 @dataclass(eq=False)
 class Members:
-    """Changes the fleet and the connections to its servers; used on the home loop."""
+    """Changes the states of servers and the connections to them; used on the home loop."""
 
     home: HomeLoop
     fleet: ServerFleet
@@ -49,7 +49,7 @@ class Members:
         await self.router.reach()
 
     async def identify_all(self) -> None:
-        """Reads every server's identity. If a server does not answer, the first load asks it again.
+        """Reads every server's identity. If a server does not answer, the first load tries again.
 
         Raises:
             EngineError: if a server was started without an argument that rollouts need.
@@ -82,7 +82,7 @@ class Members:
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
         """Marks a server as lost and makes its requests fail, so that they continue on other servers."""
-        if server.process is not None and not is_given_up:  # the log says why, and a restart may hide it
+        if server.process is not None and not is_given_up:  # quote the log's end: a restart may hide it
             reason = f"{reason}. {server.process.last_output()}"
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
             state = "retired" if server.state == "retired" else "lost"
@@ -101,7 +101,7 @@ class Members:
         await self.router.fail_requests(server, self.home)
 
     def check_wait(self, since: float) -> None:
-        """Raises EngineError if waiting is futile: no server can become routable, or `server_wait_s` have passed."""
+        """Raises EngineError if waiting is futile: no server can become routable, or `server_wait_s` has passed."""
         limit_s = self.timeouts.server_wait_s
         is_late = time.monotonic() - since > limit_s
         if is_late and self.fleet.urls("routable") and not self.router.can_send():
@@ -120,7 +120,7 @@ class Members:
             )
 
     async def wait_for_any(self) -> None:
-        """Waits at most `server_wait_s` until there is a server that may get weights."""
+        """Waits up to `server_wait_s` for a server that may get weights."""
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
             self.check_wait(since)
@@ -134,7 +134,7 @@ class Members:
             await server.client.model_info(timeout_s=self.probe_s, num_retries=1)
         except EngineError as error:
             is_busy = isinstance(error, EngineTimeout) and server.silent_s < self.timeouts.hang_s
-            is_busy |= isinstance(error, ServerRefused) and error.is_busy and error.status < 500  # alive
+            is_busy |= isinstance(error, ServerRefused) and error.is_busy and error.status < 500  # so it is alive
             if not is_busy and not isinstance(error, OutOfFiles):
                 self.lose(server, str(error))
 
@@ -142,7 +142,7 @@ class Members:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
         Args:
-            auto: the dtype that `auto` means on servers that the engine started; others may use a different config.
+            auto: the dtype that `auto` means on servers that the engine started; other servers' configs may differ.
         """
         dtypes = set()
         for server in self.fleet.in_state():
@@ -152,7 +152,7 @@ class Members:
         return None if dtype == torch.float32 else dtype
 
     async def drain(self, server: Server) -> None:
-        """Moves a leaving server's requests to other servers within `request_s`, then forgets the server."""
+        """Moves a leaving server's requests to other servers, for at most `request_s`, and then forgets the server."""
         deadline = time.monotonic() + self.timeouts.request_s
         self.fleet.drain(server)
         await self.router.settle()
@@ -162,7 +162,7 @@ class Members:
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)
-            await self.router.settle()  # updates the number of requests from a gateway
+            await self.router.settle()  # a gateway's router updates the number of requests
         await self.forget(server)
 
     async def forget(self, server: Server) -> None:
@@ -177,14 +177,14 @@ class Members:
 
 
 def _is_other_program(error: EngineError) -> bool:
-    """Whether another program answered: it refused the request or the token, or did not send JSON."""
+    """Whether a program other than the server answered: it refused the request or the token, or did not send JSON."""
     if isinstance(error, ServerRefused):
         return not error.is_temporary
     return isinstance(error.__cause__, (TypeError, ValueError, aiohttp.ClientResponseError))
 
 
 def _is_unreachable(error: EngineError) -> bool:
-    """Whether the address cannot be reached: the host is unknown, or there is no route to it."""
+    """Whether the address is unreachable: the host is unknown, or there is no route to it."""
     cause = error.__cause__
     cause = cause.os_error if isinstance(cause, aiohttp.ClientConnectorError) else cause
     return isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _NO_ROUTE

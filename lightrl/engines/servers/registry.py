@@ -4,9 +4,9 @@
                           is_leaving: true ───────────────────────────────────► requests move to other servers
                           waits until the file is removed ◄───────────────────  when the server is unused
 
-Runs read a server's model, weight version and identity from the server itself. The hosts' clocks are not compared: an
-entry counts as alive while the reader sees its content change. An entry that is older than the reader may belong to a
-killed server, so it counts only after it has changed.
+Runs read a server's model, weight version and identity from the server itself. Hosts' clocks are not compared: an entry
+counts as alive while the reader sees its content change. An entry that already exists when the reader starts may belong
+to a killed server, so it counts only once it has changed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs have moved their requests to other servers; returns False if `timeout_s` is too short.
+        """Waits until runs have moved their requests to other servers; returns False if it takes over `timeout_s`.
 
         With a timeout of 0, the entries are removed at once.
         """
@@ -115,12 +115,12 @@ class Registry:
     """Reads the entries. Its methods may block on the file system, so call them in a thread."""
 
     folder: Path
-    num_expected: int = 1  # how many servers a run waits for when it starts
+    num_expected: int = 1  # how many servers a starting run waits for
     _changes: dict[str, tuple[str, float]] = field(default_factory=dict)  # file → content, time of its last change
     _has_read: bool = False
 
     def read(self) -> dict[str, ServerEntry]:
-        """Returns the registered servers by address; skips entries that are silent or cannot be read."""
+        """Returns the registered servers by address; skips entries that no longer change or cannot be read."""
         now = time.monotonic()
         servers = {}
         for file in sorted(self.folder.glob("*.json")):
@@ -136,10 +136,10 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """Waits up to `timeout_s` for the expected number of servers; returns those that have announced themselves.
+        """Waits up to `timeout_s` for the expected number of servers; returns those that announced themselves.
 
         Raises:
-            EngineTimeout: if none has announced itself by then.
+            EngineTimeout: if none did.
         """
         deadline = time.monotonic() + timeout_s
         while len(entries := [entry for entry in self.read().values() if not entry.is_leaving]) < self.num_expected:
@@ -154,7 +154,7 @@ class Registry:
         return entries
 
     def release(self, url: str) -> None:
-        """Removes a leaving server's entry, because this run no longer uses the server."""
+        """Removes a leaving server's entry, which shows that this run no longer uses the server."""
         with contextlib.suppress(OSError):
             (self.folder / _name(url)).unlink(missing_ok=True)
 

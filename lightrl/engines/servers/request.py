@@ -1,6 +1,6 @@
 """CompletionDraft, a completion in progress, which may take several requests; Answer, a server's answer. Does no I/O.
 
-If a sync aborts a request, or its server is lost, the prompt of the next request includes the tokens so far.
+If a sync aborts a request, or the server is lost, the next request's prompt includes the tokens so far.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Answer:
     raw_columns: Mapping[str, Any] = field(default_factory=dict)  # columns for `CompletionDraft.encoders` to encode
     full_support: int | None = None  # size of the smallest support that the server may have cut off
     top: Sequence[Sequence[tuple[float, int]]] | None = None  # logprobs and ids of likely tokens, for each token
-    rid: object = None  # id of the request that it answers
-    num_read: object = None  # number of tokens that the server read
+    rid: object = None  # id of the answered request
+    num_read: object = None  # number of prompt tokens that the server read
     problem: str = ""  # why the answer is unusable
 
 
@@ -63,11 +63,11 @@ def check_answers(rid: str, num_sent: int | None, answer_rid: object, num_read: 
 
 @dataclass(frozen=True)
 class NamedVersion:
-    """A weight version that servers hold under a name, besides the base weights; its tokens are tagged with it."""
+    """A weight version that servers hold under a name, next to the base weights; tokens are tagged with `version`."""
 
     version: int
     name: str
-    base_version: int  # the version that the server must report
+    base_version: int  # the base weights' version, which the server reports for the tokens
 
 
 @dataclass
@@ -75,7 +75,7 @@ class CompletionDraft:
     """A completion in progress."""
 
     prompt: list[int]
-    sampling: Sampling  # its `max_new_tokens` limits all requests of the completion together
+    sampling: Sampling  # `max_new_tokens` limits the completion, not each request
     sample: int = 0  # index among the prompt's n completions
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
@@ -84,7 +84,7 @@ class CompletionDraft:
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
-    named_version: NamedVersion | None = None  # the latest request's version; None: the server's only weights
+    named_version: NamedVersion | None = None  # the latest request's version; None means the server's only weights
     vocab_size: int = 2**31
 
     def start_with(self, started: Completion) -> None:
@@ -145,7 +145,7 @@ class CompletionDraft:
             )
         if token_ids:
             columns = {**answer.columns, **self._encoded(answer, server)}
-            if not self.sampling.is_truncated:  # likely tokens look like a support
+            if not self.sampling.is_truncated:  # the most likely tokens were read as a support
                 columns.pop(SUPPORTS.name, None)
             num_top = self.sampling.topk_logprobs
             if num_top and answer.top is not None and len(answer.top) == len(token_ids):
@@ -180,25 +180,25 @@ class CompletionDraft:
         elif num == self.sampling.max_new_tokens:
             self.finish_reason = "length"
         # Otherwise the completion continues: it was aborted, or stopped at an end token that sampling does not list.
-        elif self.sampling.grammar:  # a server reads a grammar from its start, so the completion starts over
+        elif self.sampling.grammar:  # a server matches a grammar from the start, so the completion starts over
             self.token_ids, self.logprobs, self.weight_versions, self.columns = NO_IDS, _NO_LOGPROBS, NO_IDS, {}
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers a different request, or reports weights that the server never had.
 
         Args:
-            oldest, newest: the weight versions that the server may have had; base versions, for a named version.
+            oldest, newest: the weight versions that the server may have had; for a named version, base versions.
         """
         if answer.problem:  # `add` reports it
             return
-        # Servers count the tokens of attachments differently, and count none for a request aborted before it was read.
+        # Servers count attachments' tokens differently, and report no count for a request aborted before it was read.
         is_counted = self.attachments is None and (answer.num_read is not None or answer.finish != "abort")
         check_answers(rid, self.num_tokens if is_counted else None, answer.rid, answer.num_read, server)
         versions = [version for version, _ in answer.weight_versions.runs()]
         if wrong := [version for version in versions if not oldest <= version <= newest]:
             raise MalformedAnswer(
-                f"{server} reports that weight versions {wrong} generated its answer, but since the request it can "
-                f"only have had versions {oldest} to {newest}. Look for another run that loads weights there."
+                f"{server} reports that weight versions {wrong} generated its answer, but since the request was sent, "
+                f"it can only have had versions {oldest} to {newest}. Look for another run that loads weights there."
             )
 
     def completion(self) -> Completion:
@@ -221,7 +221,7 @@ class CompletionDraft:
                 columns[name] = encode(answer.raw_columns[name], num_read)
             except ValueError as error:
                 raise MalformedAnswer(
-                    f"{server} answered /generate with {name} of another model: {error}. Check that it serves the "
+                    f"{server} answered /generate with {name} of a different model: {error}. Check that it serves the "
                     f"trainer's model, or set record_{name} to false."
                 ) from error
         return columns
@@ -230,7 +230,7 @@ class CompletionDraft:
 def request_seed(seed: int, sample: int) -> int:
     """Returns the seed that all requests of a completion use, from 0 to 2**63 - 1.
 
-    SGLang hashes it with each token's position, so interruptions do not change a completion's tokens.
+    SGLang hashes the seed with each token's position, so interruptions do not change a completion's tokens.
     """
     if sample == 0 and seed >= 0:
         return seed
@@ -250,11 +250,11 @@ def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float], num_
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """An answer as the server sent it, unchecked."""
+    """An answer from a server, before checks."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    logprob_ids: Sequence[int]  # the token of each logprob
+    logprob_ids: Sequence[int]  # the token id that each logprob is for
     spans: Sequence[Mapping[str, Any]]  # for example `{"version": "7", "start": 0, "end": 12}`
     finish: str
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
@@ -268,8 +268,8 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    The garbage collector is off meanwhile: short-lived lists of a thousand tokens would trigger it, and it would visit
-    all trajectories in memory (0.9 of 2.2 ms per request).
+    The garbage collector is off during this: short-lived lists of a thousand tokens would trigger it, and it would
+    visit all trajectories in memory (0.9 of 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -287,7 +287,7 @@ def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
 
 
 def _checked(raw: RawAnswer) -> Answer:
-    """Checks and converts an answer; describes what is wrong in its `problem`."""
+    """Checks and converts an answer; if something is wrong, `problem` describes it."""
     token_ids: TokenArray[int] = TokenArray(raw.token_ids, "i")
     logprobs: TokenArray[float] = TokenArray(raw.logprobs, "f")
     _check_numbers(token_ids, logprobs)
@@ -307,7 +307,7 @@ def _checked(raw: RawAnswer) -> Answer:
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:
     if len(supports) != len(token_ids) or not all(supports):
-        raise ValueError(f"{len(supports)} sampling masks for {len(token_ids)} tokens, or an empty one")
+        raise ValueError(f"{len(supports)} sampling masks for {len(token_ids)} tokens, or an empty mask")
     rows = np.arange(len(supports)).repeat([len(support) for support in supports])
     ids = np.fromiter(itertools.chain.from_iterable(supports), np.int64, len(rows))
     codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(token_ids, np.int64))

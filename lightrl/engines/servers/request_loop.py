@@ -53,11 +53,11 @@ class _Failures:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What the servers' model can read and return."""
+    """What the servers' model accepts and returns."""
 
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
-    attachments: Callable[..., Attachments | None]  # prepares what a prompt has besides token ids
+    attachments: Callable[..., Attachments | None]  # prepares a prompt's inputs other than token ids, such as images
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
 
     @classmethod
@@ -67,18 +67,18 @@ class RequestLimits:
 
 
 class ServedVersions:
-    """Chooses the weights that a request uses. This class always chooses the server's only weights."""
+    """Chooses the weights that a request uses; this base class is for servers that hold a single version."""
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion | None:
         """Returns the version for the next request of a completion that started with `started_with`."""
         return None
 
     def used(self, named: NamedVersion | None, rid: str, server: Server) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that records this version's use by a request."""
+        """Returns a context manager inside which the version counts as used by this request."""
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
-        """Returns the oldest weight version that a server may have to continue the completion."""
+        """Returns the oldest weight version with which a server may continue the completion."""
         return draft.last_version
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
@@ -93,7 +93,7 @@ class RequestLoop:
     home: HomeLoop
     members: Members
     traffic: Traffic
-    leader: Leader  # if it has followers, only they send requests, which `traffic` counts
+    leader: Leader  # if it has followers, only they send requests, and `traffic` counts theirs
     limits: RequestLimits
     timeouts: Timeouts
     versions: ServedVersions = field(default_factory=ServedVersions)
@@ -139,9 +139,9 @@ class RequestLoop:
                     task.cancel()
 
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns these sequences' logprobs at temperature 1 from each routable server, 0 for each first token.
+        """Returns each routable server's logprobs for these sequences, at temperature 1; each first token's is 0.
 
-        A server that cannot compute logprobs gets empty lists; a server that is lost in the meantime is omitted.
+        The lists are empty for a server that cannot compute logprobs. A server that is lost meanwhile is omitted.
         """
         with self.home.cancelled_with_loop():
             while True:
@@ -172,9 +172,9 @@ class RequestLoop:
             await self._pause_servers()
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns the tokens so far of completions with n = 1, by seed; call it while requests are paused.
+        """Returns the unfinished completions with n = 1, keyed by seed; call it while requests are paused.
 
-        A server returns tokens only when a request finishes, so requests are aborted, and sent again after the pause.
+        A server returns tokens only when a request ends, so this aborts the requests; `resume` sends them again.
         """
         paused, self._paused = self._paused, set()
         for server in paused & set(self.fleet.in_state("routable")):
@@ -184,7 +184,7 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-        # Needed even if all requests have finished, because only a running load would resume these servers otherwise.
+        # Resume them even if all requests have finished: nothing else would, except a load that is running now.
         paused = self._paused - self._at_load
         servers = [server for server in self.fleet.in_state("routable") if server in paused]
         await asyncio.gather(*(self._try_or_lose(server, server.client.resume, "resumed") for server in servers))
@@ -193,11 +193,11 @@ class RequestLoop:
         self.home.wake()
 
     def leave_to_load(self, servers: Collection[Server]) -> None:
-        """Lets a load pause and resume these servers, until `release`."""
+        """Leaves pausing and resuming these servers to a load, until `release`."""
         self._at_load.update(servers)
 
     async def close_gate(self) -> None:
-        """Makes new requests wait until `release`, because a server reads a pause only after earlier requests."""
+        """Holds new requests until `release`, because a server handles a pause only after the requests before it."""
         self.traffic.is_held = True
         await self.leader.notify()
 
@@ -217,10 +217,10 @@ class RequestLoop:
             await self.leader.notify()
 
     async def release(self, servers: Collection[Server]) -> None:
-        """Opens the gate after these servers were loaded and resumed; requests continue, unless they are paused."""
+        """Opens the gate after a load; if `pause` is still in effect, pauses the servers again."""
         self._paused.difference_update(servers)
         self._at_load.difference_update(servers)
-        if self.traffic.is_paused and self.traffic.num_running:
+        if self.traffic.is_paused and self.traffic.num_running:  # the load has resumed the servers
             await self._pause_servers()
         self.traffic.is_held = False
         self.home.wake()
@@ -239,7 +239,7 @@ class RequestLoop:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished; if a server is lost, the next one goes elsewhere."""
+        """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
         failures = _Failures()
         while draft.finish_reason is None:
             min_version = self.versions.min_version(draft)
@@ -257,7 +257,7 @@ class RequestLoop:
         return draft.completion()
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
-        """Waits and returns if the request may be sent again; otherwise raises the error."""
+        """Waits, if the request may be sent again; otherwise raises the error."""
         self._check_may_repeat(server, error)
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
@@ -299,7 +299,7 @@ class RequestLoop:
             servers = router.may_reach(server, "routable", "draining")
             self.home.spawn(abort_at([candidate.client for candidate in servers], rid))
 
-        limit_s = self.timeouts.generate_s  # after an abort the server returns its tokens so far, if it has the request
+        limit_s = self.timeouts.generate_s  # then an abort makes the server return its tokens so far
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             draft.named_version = self.versions.choose(draft.named_version)
@@ -322,7 +322,7 @@ class RequestLoop:
         draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
         if draft.sampling.grammar and not draft.finish_reason and overdue.when() <= asyncio.get_running_loop().time():
-            raise ValueError(f"A constrained completion took over {limit_s:g} s (generate_s) and cannot be continued.")
+            raise ValueError(f"A completion with a grammar took over {limit_s:g} s (generate_s). It cannot continue.")
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
         """Waits until the gate is open, the router can send and a server is routable; returns the server."""

@@ -1,4 +1,4 @@
-"""Router: sends each request to the server that the fleet chooses. gateway.py contains a second router."""
+"""Router: sends each request to the server that the fleet chooses. gateway.py has another router."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Router:
         self.timeouts = timeouts
 
     async def reach(self) -> None:
-        """Called when all servers answer; raises EngineError if the router does not work."""
+        """Called once all servers answer; raises EngineError if the router does not work."""
 
     async def keep(self, home: HomeLoop) -> None:
-        """Does background work as long as the engine runs."""
+        """Does background work while the engine runs."""
 
     async def settle(self) -> None:
-        """Returns when requests go only to routable servers, or the router has failed to arrange that."""
+        """Returns when requests go only to routable servers, or when the router has failed to ensure that."""
 
     def can_send(self) -> bool:
         """Whether a request can be sent now to a server whose weights are verified."""
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may reach; if the router chooses, all in these states."""
+        """Returns the servers that a request for `server` may reach; if a gateway chooses, all in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Server: one server of an engine, with its state, its load and what it reports."""
+"""Server: one of an engine's servers, with its state, its load and what it reports about itself."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from lightrl.engines.servers.processes.process import ServerProcess
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
 ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
-SPEED_ANSWERS = 64  # number of recent answers that a server's speed is averaged over
+SPEED_ANSWERS = 64  # number of recent answers over which a server's speed is averaged
 
 
 @dataclass(eq=False)
 class Server:
     """A server at one address, from when it joins until it is forgotten; used only on the home loop.
 
-    `ServerFleet` decides its state; `Members` and `Watch` act on it. When the engine restarts a server, it becomes a
-    new Server with a new address and the same process object.
+    `ServerFleet` decides the state; `Members` and `Watch` act on it. When the engine restarts a server, the server
+    becomes a new Server with a new address and the same process object.
     """
 
     client: ServerClient
     process: ServerProcess | None = None  # set if the engine started it
     state: State = "starting"
     reason: str = ""  # why it is not routable
-    may_return: bool = False  # it is lost, but will be admitted again if it answers
+    may_return: bool = False  # whether a lost server is admitted again when it answers
     losses: tuple[int, ...] = ()  # the fleet's newest weight version at each recent loss of this server
     weight_version: int = -1  # the last version that it acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
     info: ServerInfo | None = None  # None until `identify`
     digest_dtype: torch.dtype | None = None  # the dtype in which its digests equaled the trainer's
-    logged_check: Verification | None = None  # the check that was logged for this process
-    released: set[MemoryPart] = field(default_factory=set)  # resuming a part that is not in here crashes the server
+    logged_check: Verification | None = None  # the check that was last logged for this process
+    released: set[MemoryPart] = field(default_factory=set)  # resuming any other part would crash the server
     num_requests: int = 0
     outstanding_tokens: int = 0  # prompt tokens plus max_new_tokens of its requests
     num_answers: int = 0
     recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # slower than the others; already logged
+    is_slow: bool = False  # whether it is slower than the others, which has been logged
 
     @property
     def url(self) -> str:
@@ -66,12 +66,12 @@ class Server:
         return f"{self.url} is {self.state} with version {self.weight_version} and {requests}{reason}"
 
     def rejoin(self) -> None:
-        """Called when a lost server, which no longer has this run's weights, answers again at its address."""
+        """Called when a lost server answers again at its address; it no longer has this run's weights."""
         self.state, self.reason, self.may_return = "starting", "", False
         self.weight_version = -1
 
     async def identify(self, *, timeout_s: float = 0.0) -> bool:
-        """Updates `info`; returns whether a different process than before answers at the address."""
+        """Updates `info`; returns whether a different process now answers at the address."""
         info = await self.client.server_info(timeout_s=timeout_s)
         is_other_process = self.info is not None and self.info.identity != info.identity
         if is_other_process:
@@ -80,14 +80,14 @@ class Server:
         return is_other_process
 
     async def release_memory(self) -> None:
-        """Releases the memory that it still holds; the server must be paused, because it crashes if it is not idle."""
+        """Releases the memory that the server still holds; pause the server first, because it crashes unless idle."""
         tags = [part for part in MEMORY_PARTS if part not in self.released]
         self.released.update(tags)  # before the request; if the request fails, the server is lost anyway
         if tags:
             await self.client.release_memory(tags)
 
     async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Resumes those of `parts` that were released, one after the other."""
+        """Resumes, one by one, those of `parts` that were released."""
         for part in MEMORY_PARTS:
             if part in parts and part in self.released:
                 self.released.discard(part)

@@ -1,4 +1,4 @@
-"""ServerSource: an engine's servers, which are given by address, announced in a registry, or started here."""
+"""ServerSource: where an engine's servers come from: given addresses, a registry, or processes started here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServerSource:
     client_type: type[ServerClient]
     process_type: type[ModelProcess]
     urls: list[str] | None
-    num: int | None  # number to start here; if this and `urls` are None, the environment lists addresses
+    num: int | None  # number to start here; if this and `urls` are None, addresses come from the environment
     tp: int
     args: dict[str, Any]  # for servers started here; keys are the server's argument names
     placement: Literal["separate", "colocated"]
@@ -52,7 +52,7 @@ class ServerSource:
     registry: Registry | None = None  # set by `open`, like the following fields
     token: str | None = None
     num_connections: int = MAX_CONNECTIONS  # to each server, within the limit on open files
-    folder: Path = field(default_factory=Path)  # on this machine, until `remove_folder`
+    folder: Path = field(default_factory=Path)  # a temporary folder on this machine, until `remove_folder`
     _processes: list[ServerProcess] = field(default_factory=list)  # servers, and helpers that `keep` restarts
     _home: HomeLoop | None = None
     _scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -104,7 +104,7 @@ class ServerSource:
         config: PretrainedConfig,
         *,
         start_args: dict[str, Any],
-        needs_receivers: bool,  # of weights, for the delta transport
+        needs_receivers: bool,  # whether the transport, delta, sends weights to receivers
         check_reach: Callable[[Sequence[str]], None],
     ) -> None:
         """Starts the servers, or waits until the registry has some; adds all servers to the fleet."""

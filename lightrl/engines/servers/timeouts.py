@@ -12,11 +12,11 @@ class Timeouts:
     """Deadlines of a server engine, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
 
     Args:
-        request_s: limit for opening a connection, and for answering a request that should be quick. A server that does
-            not answer for half this time counts as lost.
+        request_s: limit for opening a connection, and for the answer to a request that should be quick. A server that
+            is silent for half this time counts as lost.
         sync_s: limit for each step of a weight sync.
-        startup_s: limit from a server's start to its first answer. If all servers are starting, syncing or lost,
-            requests and weight syncs also wait this long.
+        startup_s: limit from a server's start to its first answer. Requests and weight syncs also wait this long while
+            all servers are starting, syncing or lost.
     """
 
     request_s: float = 60.0
@@ -38,14 +38,14 @@ class Timeouts:
 
     @property
     def server_wait_s(self) -> float:
-        """How long to wait for a server if all servers are starting, syncing or lost."""
+        """How long to wait for a server while all are starting, syncing or lost."""
         return self.startup_s
 
     @property
     def generate_s(self) -> float:
-        """The deadline of one generation; the server then returns its tokens so far, and a new request continues.
+        """The deadline for one generation; the server then returns its tokens so far, and a new request continues.
 
-        It is shorter than StalenessControl's rollout_timeout_s, so that a request that a server has lost is repeated
+        It is shorter than StalenessControl's rollout_timeout_s: if a server loses a request, the engine must repeat it
         before the run stops.
         """
         return 900.0

@@ -23,7 +23,7 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # identify at every fifth check, because that request goes to the scheduler and costs more
+_IDENTIFY_EVERY = 5  # identify only at every fifth check, because that request costs more: it goes to the scheduler
 _FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # from work in a thread, or from starting the thread
 
 
@@ -84,7 +84,7 @@ class Watch:
                 answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # gone, or unable to serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or unable to serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -100,7 +100,7 @@ class Watch:
                 await self._give_weights(server)
 
     async def _find_problem(self, server: Server, *, should_identify: bool) -> str | None:
-        """Returns None, or why an answering server must get no more requests: it was restarted or changed."""
+        """Returns why a server that answers must get no more requests (it was restarted or changed), or None."""
         version = None if self.members.fleet.is_loading else server.weight_version
         was_routable = server.state == "routable"
         info = await server.client.model_info(timeout_s=self.members.probe_s, num_retries=0)
@@ -123,7 +123,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server that the engine started as a new Server, if the restart policy allows it."""
+        """Restarts a server that the engine started, if the restart policy allows it; makes a new Server for it."""
         current = lost
 
         async def join_with_weights() -> None:
@@ -147,13 +147,13 @@ class Watch:
             await asyncio.sleep(READ_EVERY_S)
             reading = asyncio.ensure_future(in_thread(registry.read))  # never more than one thread at a time
             while not (await asyncio.wait({reading}, timeout=self.timeouts.request_s))[0]:
-                log.warning("The registry %s cannot be read: its disk does not answer. Waiting.", registry.folder)
+                log.warning("The registry %s cannot be read: its disk does not respond. Waiting.", registry.folder)
             try:
                 entries = reading.result()
             except (OSError, RuntimeError) as error:  # RuntimeError if no thread can start
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
-            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # servers that answer stay
+            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # keeps servers that answer
             leaving = {url for url, entry in entries.items() if entry.is_leaving}
             for url in (silent | leaving) - self._leaving:
                 self._leaving.add(url)

@@ -2,12 +2,12 @@
 
 Reading order:
     engine.py      SGLangEngine
-    client.py      SGLang's paths as methods; generation.py  a completion's next request, and the answer
+    client.py      SGLang's paths as methods; generation.py  makes generation requests and parses the answers
     command.py     a server's arguments, command line and environment
     scoring.py     gets a teacher's logprobs or a reward model's rewards from a server
 
 May import: the same as engines/. Only this package knows SGLang's paths, except those of the gateway. To use another
-SGLang route, add a method to client.py, its behavior to tests/fake_sglang/, and a test on a real server.
+SGLang route, add a method to client.py, the route's behavior to tests/fake_sglang/, and a test on a real server.
 """
 
 from lightrl.engines.sglang.command import SGLangProcess

@@ -1,4 +1,4 @@
-"""SGLangClient: methods for the HTTP paths of an SGLang server that lightrl uses.
+"""SGLangClient: a method for each HTTP path of an SGLang server that lightrl uses.
 
 Paths and fields match SGLang 0.5.21 and later; `begin_weight_update` detects an older server.
 """
@@ -24,9 +24,9 @@ from lightrl.weights.server_layout import DTYPES
 from lightrl.weights.shared_memory import LOAD_FORMAT
 
 _NOT_FOUND = 404
-# Excludes draft models of speculative decoding, which share some parameters with the target model.
+# Excludes speculative decoding's draft models, which share some parameters with the target model.
 _TARGET = {"selector": "target"}
-# Arguments that change parameters' values, or the ranks that hold them; see `layout_problem`.
+# Arguments that change parameters' values or which ranks hold them; see `layout_problem`.
 _OTHER_LAYOUTS = ("quantization", "torchao_config", "enable_dp_attention", "enable_dp_lm_head", "enable_fp32_lm_head",
                   "modelopt_quant", "rl_quant_profile", "enable_eplb", "ep_num_redundant_experts")  # fmt: skip
 # Argument values that keep experts in the checkpoint's order; other values reorder them.
@@ -66,7 +66,7 @@ class SGLangClient(ServerClient):
             return [0.0, *(float(entry[0]) for entry in logprobs[1:])] if len(logprobs) == len(token_ids) else []
 
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        # Not greedy, because one greedy request makes SGLang sample different tokens for its whole batch.
+        # Not greedy, because one greedy request makes SGLang sample different tokens for the whole batch.
         params = {"max_new_tokens": 1, "temperature": 1.0}
         body = {"rid": rid, "input_ids": token_ids, "sampling_params": params, "extra_key": cache_key}
         answer = await self.ask(body, num_retries=0, timeout_s=timeout_s)
@@ -144,7 +144,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # By default SGLang keeps the `load_format` of its start, so a server with dummy weights would refuse real ones.
+        # The default is the `load_format` of the start, so a server started with dummy weights would refuse real ones.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -182,7 +182,7 @@ class SGLangClient(ServerClient):
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:
-        """Adds a LoRA adapter, one payload per tp rank. The server crashes if a tensor does not match its SHA-256."""
+        """Adds a LoRA adapter; takes a payload per tp rank. The server crashes if a tensor's SHA-256 does not match."""
         body = {"lora_name": name, "config_dict": config, "expected_checksums": checksums, "load_format": LOAD_FORMAT}
         body |= {"serialized_named_tensors": list(payloads)}
         await self._update("/load_lora_adapter_from_tensors", body, timeout_s)
@@ -218,7 +218,7 @@ def _version(weight_version: str | None) -> dict[str, Any]:
 
 
 def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
-    """Parses the answer of `/server_info`, which contains the arguments that the server was started with."""
+    """Parses an answer from `/server_info`, which contains the arguments that the server was started with."""
     started = info.get("startup_time")
     identity = None
     if started is not None:
@@ -248,7 +248,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
 
 
 def target_digests(answer: Mapping[str, Any]) -> RankDigests:
-    """Returns the digests in an answer of `/weights_checker`, without those of draft models.
+    """Returns the digests in an answer from `/weights_checker`, except those of draft models.
 
     Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py.
     """

@@ -25,7 +25,7 @@ def _fp8_kernels() -> dict[str, Any]:
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):  # Marlin would repack them
         raise ValueError(
-            "server_args.quantization=fp8 needs GPUs with compute capability 8.9 or higher, like an H100; this one has "
+            "server_args.quantization=fp8 needs GPUs with compute capability 8.9 or higher, like an H100; this GPU has "
             f"{'.'.join(map(str, capability))}. Omit the argument."
         )
     if capability[0] == 10:  # DeepGEMM and TensorRT-LLM would repack them
@@ -59,7 +59,7 @@ class SGLangProcess(ModelProcess):
         "lora_backend": "torch_native",
         "mem_fraction_static": 0.1,
         "max_total_tokens": 16384,
-        "sleep_on_idle": True,  # otherwise an idle server uses a core
+        "sleep_on_idle": True,  # otherwise an idle server keeps a core busy
         "enable_deterministic_inference": True,  # otherwise SGLang ignores request seeds; costs nothing on a CPU
     }
 
@@ -73,7 +73,7 @@ class SGLangProcess(ModelProcess):
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
         kernels = {} if self.is_cpu_build or "quantization_config" not in config else _fp8_kernels()
-        # Slightly above the model's context, because SGLang reserves up to 6 positions that the trainer uses.
+        # Slightly above the model's context, because SGLang reserves up to 6 positions; the trainer uses all.
         context = {} if max_context is None else {"context_length": max_context + _RESERVED_TOKENS}
         return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {}), **kernels}
 
@@ -87,7 +87,7 @@ class SGLangProcess(ModelProcess):
 
     def environment(self) -> dict[str, str]:
         variables = super().environment()
-        # Otherwise up to 49 tokens at the end of an interrupted request are lost.
+        # Otherwise an interrupted request loses up to 49 tokens at its end.
         variables["SGLANG_FORCE_STREAM_INTERVAL"] = "1"
         variables["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `args_for`
         if self.is_cpu_build:

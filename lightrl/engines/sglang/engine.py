@@ -19,14 +19,14 @@ class SGLangEngine(ServerEngine):
     """A rollout engine on SGLang servers. It exchanges token ids and records the weight version of every token.
 
     Logprobs are SGLang's `output_token_logprobs`; with top-p or top-k, they are over the token's support, as in
-    `Completion`. A request's seed determines its tokens only if servers run with `enable_deterministic_inference`.
+    `Completion`. A request's seed determines the tokens only if servers run with `enable_deterministic_inference`.
     A colocated server needs `enable_memory_saver: true`.
 
     Args:
         sglang_python: Python of the environment that has SGLang; None searches for it (docs/serve-with-sglang.md).
         settings: settings of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
-            `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), which servers with an
-            FP8 checkpoint need. This has not been tested on a GPU yet.
+            `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), as servers with an FP8
+            checkpoint require. This has not been tested on a GPU yet.
     """
 
     client_type = SGLangClient
@@ -61,7 +61,7 @@ class SGLangEngine(ServerEngine):
         return args | {RETURNED[name][0]: True for name in columns} | self.delivery.start_args()
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
-        """Returns what `auto` means in SGLang 0.5.23: the config's dtype, but float16 (Gemma: bfloat16) for float32."""
+        """Returns what `auto` means in SGLang 0.5.23: the config's dtype, or for float32, float16 (Gemma: bfloat16)."""
         dtype = super().dtype_of_auto(config)
         if dtype != torch.float32:
             return dtype

@@ -7,12 +7,12 @@ from typing import Any
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-# Column → SGLang's names for it: the server's argument, the request's field, the answer's field.
+# Column → SGLang's names for it: the server argument, the field of a request, the field of an answer.
 RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the request to `/generate` for the missing tokens; requests with equal `cache_key` share key-values."""
+    """Returns the request to `/generate` for the missing tokens; equal `cache_key`s share cached prefixes."""
     sampling, num_generated = draft.sampling, len(draft.token_ids)
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # only without stop ids, because SGLang would ignore these too
+    else:  # only if there are no stop ids: with `ignore_eos`, SGLang would ignore them too
         params["ignore_eos"] = True
     if sampling.grammar:
         params["structural_tag"] = sampling.grammar
@@ -38,7 +38,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
-    if sampling.topk_logprobs:  # more than the vocabulary has would crash SGLang
+    if sampling.topk_logprobs:  # a number above the vocabulary size would crash SGLang
         body["top_logprobs_num"] = min(sampling.topk_logprobs, draft.vocab_size)
     body |= {RETURNED[name][1]: True for name in draft.encoders}
     if attached is not None:
@@ -47,7 +47,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """Parses the answer of `/generate`; raises ValueError if it is not JSON."""
+    """Parses an answer from `/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 
@@ -59,7 +59,7 @@ def _parse(answer: Any) -> RawAnswer:
     supports = None if truncated is None else meta["output_token_sampling_mask"]
     top = meta.get("output_top_logprobs")
     likely = top and [[(logprob, token) for logprob, token, *_ in pairs] for pairs in top]
-    if likely and truncated is not None:  # SGLang's are over the vocabulary
+    if likely and truncated is not None:  # SGLang's logprobs of likely tokens are over the vocabulary
         shifts = [within - triple[0] for within, triple in zip(truncated, triples, strict=True)]
         likely = [
             [(logprob + shift, token) for logprob, token in pairs if token in kept]

@@ -1,6 +1,6 @@
-"""Model calls to an SGLang server: ServedScores gets logprobs of trajectories, and ServedRewards gets their rewards.
+"""Model calls to an SGLang server: ServedScores gets trajectories' logprobs, and ServedRewards gets their rewards.
 
-Shapes: B trajectories, T tokens, the top K tokens.
+Shapes: B trajectories, T tokens, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Answer = TypeVar("Answer")
 
 
 def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
-    """Returns a copy of the call, with a `run` that sends it to the server at its `url`.
+    """Returns a copy of the call, with a `run` that uses the server at `call.url`.
 
     Args:
         is_scalar: whether the server's model has a scalar head.
@@ -44,17 +44,17 @@ def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call to a server. LIGHTRL_SERVER_TOKEN holds the server's token.
+    """The `run` of a model call to a server. The environment variable LIGHTRL_SERVER_TOKEN has the server's token.
 
     Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
 
     url: str
     timeout_s: float = 1800.0  # deadline for one trajectory
-    topk: int = 0  # K; 0 gets only the logprobs of the trajectories' tokens
+    topk: int = 0  # K; with 0, gets only the logprobs of the trajectories' tokens
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
-        """Returns the loss tokens' logprobs at temperature 1, [B, T], 0 elsewhere.
+        """Returns the logprobs [B, T] at temperature 1 of tokens in the loss mask, and 0 for other tokens.
 
         With `topk`, returns a mapping with `teacher_logprobs`, `teacher_topk_ids` and `teacher_topk_logprobs`; the last
         two are [B, T, K].
@@ -128,7 +128,7 @@ class ServedScores:
 class ServedRewards:
     """Gets rewards from a reward model on a server started with `--is-embedding`; works like ServedScores.
 
-    The Qwen2 and Qwen3 heads in SGLang have a bias. transformers checkpoints have none, so SGLang initializes it at
+    In SGLang, the heads of Qwen2 and Qwen3 have a bias. transformers checkpoints have none, so SGLang initializes it at
     random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 
@@ -161,7 +161,7 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """Returns the token ids of each trajectory, or, if some are trees, of each conversation, and the mapping back."""
+    """Returns each trajectory's token ids; if some are trees, each conversation's, and the mapping back."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None
@@ -175,7 +175,7 @@ def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
 async def _all_answers(
     url: str, ask: Callable[[SGLangClient, Item], Awaitable[Answer]], items: Sequence[Item], max_concurrent: int
 ) -> list[Answer]:
-    """Calls `ask` for all items; returns the answers in their order. A failure or cancellation cancels all requests."""
+    """Calls `ask` for all items; returns the answers in order. A failure or cancellation cancels all requests."""
     client = SGLangClient(url, token=os.environ.get(TOKEN_VARIABLE))
     limit = asyncio.Semaphore(max_concurrent)
 

@@ -1,8 +1,8 @@
 """The code that is specific to vLLM: HTTP paths and the command line. engines/servers/ has the code for all servers.
 
 Reading order:
-    engine.py      VLLMEngine, and its broadcast of weights over NCCL (not tested yet)
-    client.py      vLLM's paths as methods; generation.py  a completion's next request, and the answer
+    engine.py      VLLMEngine, and how it broadcasts weights over NCCL (not tested yet)
+    client.py      vLLM's paths as methods; generation.py  makes generation requests and parses the answers
     command.py     a server's arguments, command line and environment
 
 May import: the same as engines/. Only this package knows vLLM's paths, and nothing in it imports vLLM.

@@ -1,4 +1,4 @@
-"""VLLMClient: methods for the HTTP paths of a vLLM server that lightrl uses.
+"""VLLMClient: a method for each HTTP path of a vLLM server that lightrl uses.
 
     purpose                path in vLLM 0.32
     generate, logprobs     POST /inference/v1/generate                   needs --enable-scale-out
@@ -6,13 +6,13 @@
     arguments              GET  /server_info?config_format=json
     pause, resume, abort   POST /pause?mode=keep, /resume, /abort_requests
     load a folder          POST /collective_rpc with reload_weights
-    name the weights       POST /update_weight_version
-    forget key-values      POST /reset_prefix_cache?reset_running_requests=true
+    set the version        POST /update_weight_version
+    flush the cache        POST /reset_prefix_cache?reset_running_requests=true
     digests                POST /weight_checker
     broadcast              POST /init_weight_transfer_engine, /start_weight_update, /update_weights,
                                 /finish_weight_update, /shutdown_weight_transfer_engine
 
-vLLM requires its key only on the first path, so anyone who reaches the port can load weights.
+vLLM requires its API key only on the first path, so anyone who can reach the port can load weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class VLLMClient(ServerClient):
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
         )
-        self._num_cached_of(answer)  # at a run's first answer, rejects a server that does not report this
+        self._num_cached_of(answer)  # rejects a server that does not report this, at the run's first answer
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
@@ -109,7 +109,7 @@ class VLLMClient(ServerClient):
         await self.request("POST", "/resume", {}, timeout_s=timeout_s, read=None)
 
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
-        """Empties the prefix cache; running requests recompute their key-values."""
+        """Empties the prefix cache; running requests recompute their KV cache."""
         await self._update("/reset_prefix_cache?reset_running_requests=true", {})
 
     async def begin_weight_update(self) -> bool:
@@ -120,7 +120,7 @@ class VLLMClient(ServerClient):
         await self._update("/finish_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        """Loads a folder, even after a start with dummy weights; the server crashes if it cannot read the folder."""
+        """Loads a folder, even after a start with dummy weights; the server crashes if the folder is unreadable."""
         real_weights = {"overrides": {"load_config": {"load_format": "auto"}}}
         for method, arguments in (("update_config", real_weights), ("reload_weights", {"weights_path": folder})):
             await self._update("/collective_rpc", {"method": method, "kwargs": arguments}, timeout_s)
@@ -167,7 +167,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments with a request that is always refused; with `?` it does not queue as a generation."""
+        """Finds missing arguments with a request that is always refused; `?` keeps it out of the generations' queue."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
@@ -177,7 +177,7 @@ class VLLMClient(ServerClient):
         return []
 
     async def _explain_absence(self, timeout_s: float) -> str:
-        """Describes, for an error message, the program that answers at an address without /weight_info."""
+        """Describes, for an error message, the program that answers at this address but has no /weight_info."""
         if await self.has_path("/model_info", timeout_s):
             return f"{self.name} is an SGLang server. Set the engine to SGLangEngine, or urls to vLLM servers."
         if not await self.has_path("/version", timeout_s):
@@ -193,7 +193,7 @@ def _describe_missing(name: str, arguments: Sequence[str]) -> str:
 
 
 def read_server_info(config: dict[str, Any]) -> ServerInfo:
-    """Parses `vllm_config` in the answer of `/server_info`."""
+    """Parses `vllm_config` in an answer from `/server_info`."""
     model, parallel, cache = config["model_config"], config["parallel_config"], config["cache_config"]
     dtype_name = str(model["dtype"]).removeprefix("torch.")
     tp_size, pp_size = int(parallel["tensor_parallel_size"]), int(parallel["pipeline_parallel_size"])

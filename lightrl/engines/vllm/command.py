@@ -12,7 +12,7 @@ from lightrl.engines.vllm.generation import MAX_LOGPROBS
 
 
 class VLLMProcess(ModelProcess):
-    """A vLLM server; see ModelProcess for the arguments. Only its completion route requires the token."""
+    """A vLLM server; see ModelProcess for the arguments. Only the generation route requires the token."""
 
     title = "vLLM"
     info_path = "/health"
@@ -29,7 +29,7 @@ class VLLMProcess(ModelProcess):
 
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
-        # One position more than the model has, because a request for logprobs also generates a token.
+        # One position more than the model's context, because a request for logprobs also generates a token.
         context = {} if max_context is None else {"max_model_len": max_context + 1}
         return {"seed": seed, "tensor_parallel_size": tp, **context}
 

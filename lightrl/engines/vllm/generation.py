@@ -1,7 +1,7 @@
 """Pure functions that make a completion's next request to vLLM and parse the answer.
 
-Only one of vLLM's runners returns the tokens of a truncated distribution, and it then needs `top_k` in every request.
-So requests ask for the most likely tokens instead; those outside the support have no finite logprob.
+Only one of vLLM's runners returns the support of truncated sampling, and only if every request has `top_k`. So requests
+ask for the most likely tokens instead; tokens outside the support have no finite logprob.
 
 Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and serving.py.
 """
@@ -13,14 +13,14 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # how many tokens beyond `top_k` may tie with the last of the top k
+MAX_TIES = 8  # how many tokens beyond `top_k` may be as likely as the last of the top k
 MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # per token
 PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
 
 def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
-    """Returns the request for the missing tokens; requests with the same `cache_key` share key-values."""
+    """Returns the request for the missing tokens; requests with the same `cache_key` share cached prefixes."""
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
@@ -31,7 +31,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "top_k": sampling.max_support,
         "max_tokens": sampling.max_new_tokens - num_generated,
         "min_tokens": max(0, sampling.min_new_tokens - num_generated),
-        # vLLM restarts its random numbers with each request, so a later request needs a different seed.
+        # vLLM's random numbers start anew with each request, so a later request needs a different seed.
         "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,
@@ -46,7 +46,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
 
 
 def read_answer(content: bytes) -> Answer:
-    """Parses the answer of `/inference/v1/generate`; raises ValueError if it is not JSON."""
+    """Parses an answer from `/inference/v1/generate`; raises ValueError if it is not JSON."""
     return parse_answer(content, _parse)
 
 
@@ -55,7 +55,7 @@ def _parse(answer: Any) -> RawAnswer:
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
     supports = [[token["token_id"] for token in tokens if token["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
-    # Without truncated sampling, the sampled token need not be among the most likely ones.
+    # If sampling is not truncated, the sampled token need not be among the most likely ones.
     are_complete = all(entry["token_id"] in support for entry, support in zip(entries, supports, strict=True))
     full_sizes = (
         len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens)

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from lightrl.models import new_model
+from lightrl.models.trials import once_per_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+@once_per_config
 @torch.no_grad()
 def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
     """Whether a run without memory already shows that `can_pack` or `head_is_plain` of probes.py is False.

@@ -17,6 +17,7 @@ from lightrl.functional import can_compile
 from lightrl.models import new_model
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.moe import moe_blocks
+from lightrl.models.trials import once_per_config
 from lightrl.strategies.layouts.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
 from lightrl.strategies.layouts.shared_prefix import Prefixes, shared_hidden
 
@@ -116,6 +117,7 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
     return _is_close(model, output.last_hidden_state, torch.cat(expected, dim=1))
 
 
+@once_per_config
 def may_be_cut(config: PretrainedConfig) -> bool:
     """Whether only attention mixes tokens, as seen in a model without memory; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightrl.models import new_model
 from lightrl.models.moe import moe_blocks
+from lightrl.models.trials import once_per_config
 from lightrl.strategies.layouts.probes import rope_depends_on_length
 from lightrl.strategies.ranks.processes import divisors
 
@@ -50,6 +51,7 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
     return {name.removeprefix("layers.*."): style for name, style in plan.items()}
 
 
+@once_per_config
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     """Runs a model without memory to check that its parts fit together; returns how the model changes logits.
 

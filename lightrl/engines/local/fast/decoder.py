@@ -1,12 +1,12 @@
 """LlamaDecoder: runs Llama-like models in a few large operations, without Hugging Face's model.
 
-Weights with the same input are fused (query, key and value; gate and up). The key-values of all rows are stored in
-preallocated slots (row i in slot i), and attention reads only as many tokens as the longest row has. The two halves of
-each head, which the rotary embedding pairs, are stored interleaved, so that the rotation is a single complex product.
-Queries and keys are permuted in the same way, which does not change their dot products. In float32 on a CPU, a step is
-one call of the compiled kernels, if they could be built.
+Weights with the same input are fused (query, key and value; gate and up). The KV cache has preallocated slots (row i in
+slot i), and attention reads only as many tokens as the longest row has. The two halves of each head, which the rotary
+embedding pairs, are stored interleaved, so that the rotation is a single complex product. Queries and keys are permuted
+in the same way, which does not change their dot products. In float32 on a CPU, a step is one call of the compiled
+kernels, if they could be built.
 
-Shapes: n rows, H query heads, K key-value heads, D head size, T tokens, V vocabulary.
+Shapes: n rows, H query heads, K KV heads, D head size, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LEAST_MOVED = 2**18  # elements; smaller weights are kept unpacked too, so that a load need not unpack them
+_LEAST_MOVED = 2**18  # elements; smaller weights are also kept unpacked, so that a load need not unpack them
 
 
 class FusedLinear:
@@ -48,8 +48,8 @@ class FusedLinear:
 
     Args:
         kernels: multiply by the packed weight; None uses torch.
-        is_shared: whether another part of the model reads the weight. If so, it is kept both plain and packed, as small
-            weights are.
+        is_shared: whether another part of the model reads the weight. If so, it is kept both plain and packed, like
+            small weights.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class FusedLinear:
         self._weight = weight
         self._bias = bias
         self._kernels = kernels
-        self._is_plain_kept = is_shared or weight.numel() < _LEAST_MOVED
+        self._keeps_plain = is_shared or weight.numel() < _LEAST_MOVED
         self._packed: Tensor | None = None
 
     def __call__(self, inputs: Tensor, added: Tensor | None = None) -> Tensor:
@@ -71,22 +71,22 @@ class FusedLinear:
         return product if self._bias is None else product.add_(self._bias)
 
     def pack(self) -> None:
-        """Packs the weight, which must be complete."""
+        """Packs the weight, once it has been written completely."""
         if self._packed is None and self._kernels is not None:
             self._packed = self._kernels.pack(self._weight)
-            if not self._is_plain_kept:
+            if not self._keeps_plain:
                 self._weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Restores the plain weight; called before it is overwritten."""
+        """Restores the plain weight; called before a write to it."""
         packed, self._packed = self._packed, None
-        if packed is not None and self._kernels is not None and not self._is_plain_kept:
+        if packed is not None and self._kernels is not None and not self._keeps_plain:
             self._weight.untyped_storage().resize_(self._weight.numel() * self._weight.element_size())
             self._kernels.unpack(packed, self._weight)
 
     def current(self, view: Tensor) -> Tensor:
         """Returns this view of the weight, or an unpacked copy of it if only the packed weight exists."""
-        if self._kernels is None or self._packed is None or self._is_plain_kept:
+        if self._kernels is None or self._packed is None or self._keeps_plain:
             return view
         plain = torch.empty(self._weight.shape, dtype=torch.float32)
         self._kernels.unpack(self._packed, plain)
@@ -98,20 +98,20 @@ class FusedLinear:
         return LinearOfKernel(address(self._packed), address(self._bias), inputs, outputs)
 
 
-_TOKEN_STEP = 16  # the number of tokens that attention reads is a multiple of this, so that fewer views are made
+_TOKEN_STEP = 16  # attention reads a multiple of this many tokens, so that new views are rarely needed
 _TOKEN_GROWTH = 64  # tokens; the cache grows by at least this many
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family differs from Llama. Biases need no entry, because they are among the model's parameters."""
+    """How a family differs from Llama. Biases are not listed here: they appear among the model's parameters."""
 
     has_qk_norm: bool = False  # RMS norm of each query and key head, before the rotation
 
 
 FAMILIES = {"llama": Family(), "mistral": Family(), "qwen2": Family(), "qwen3": Family(has_qk_norm=True)}
 _GROUPED = ("cuda",)  # devices whose fused attention kernels need 4-D tensors
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the others depend on the number of tokens
+_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # the other types depend on the number of tokens
 
 
 def find_family(config: PretrainedConfig) -> Family | None:
@@ -162,17 +162,17 @@ class _Target:
     """Where a parameter is stored."""
 
     view: Tensor  # a view of the fused buffer, in Hugging Face's order of elements
-    shape: torch.Size  # of the parameter in Hugging Face's model
-    is_spread: bool = False  # whether the first axis of `view` holds copies, one for each head
+    shape: torch.Size  # the parameter's shape in Hugging Face's model
+    is_spread: bool = False  # whether the first axis of `view` has one copy for each head
     linear: FusedLinear | None = None  # the FusedLinear whose weight contains `view`
 
 
 class LlamaDecoder:
     """A fast `Decoder` for the families in `FAMILIES`.
 
-    Memory: one copy of the weights (with kernels, two copies of small weights and of a tied head), and key-values,
-    which are copied when they grow and then kept for reuse. If `cache_bytes` limits the key-values, `reserve` allocates
-    memory for all tokens that the rows may get; a single row may exceed the limit. A load writes in place.
+    Memory: one copy of the weights (with kernels, two copies of small weights and of a tied head), and a KV cache,
+    which is copied when it grows and then kept for reuse. If `cache_bytes` limits the cache, `reserve` allocates memory
+    for all tokens that the rows may get; a single row may exceed the limit. A load writes weights in place.
 
     Args:
         config: one for which `find_family` returned this `family`.
@@ -199,7 +199,7 @@ class LlamaDecoder:
         self._eps: float = settings.rms_norm_eps
         self._dtype, self._device, self._is_grouped = dtype, device, device.type in _GROUPED
         self._prefill_tokens = prefill_tokens
-        # The names, shapes and ties of the parameters come from a model without memory.
+        # The parameters' names, shapes and ties come from a model on the meta device, which allocates no memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
         self._rotary: nn.Module = type(skeleton.model.rotary_emb)(config)  # on the CPU, with real frequencies
@@ -208,7 +208,7 @@ class LlamaDecoder:
         self._tied = {name: "model.embed_tokens.weight" for name in ties if name not in self.shapes}
         self.optional_shapes = {name: ties[name].shape for name in self._tied}
 
-        # The weights, which kernels read packed: in float32 on a CPU, if the kernels could be built.
+        # The weights. In float32 on a CPU, kernels read them packed, if the kernels could be built.
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
@@ -285,7 +285,7 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
-        moved = self._keys.nbytes if self._num_rows else 0  # the old keys, then the old values, exist during the copy
+        moved = self._keys.nbytes if self._num_rows else 0  # the copy also needs the old keys, then the old values
         return num_rows * _rounded_up(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
@@ -294,12 +294,12 @@ class LlamaDecoder:
 
     @property
     def token_bytes(self) -> int:
-        """The size of one token's key-values, in bytes."""
+        """The bytes that one token takes in the KV cache."""
         return 2 * len(self._layers) * self._num_kv_heads * self._head_size * self._dtype.itemsize
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         self._pack()
-        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # the key-values are not stored
+        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # nothing goes into the KV cache
         self._make_rotations(len(token_ids))
         sequence = torch.tensor([[*token_ids]], device=self._device)
         return self._logits(self._forward(sequence, None, no_sources)[0])
@@ -338,7 +338,7 @@ class LlamaDecoder:
             queries = qk[:, :heads].reshape(*keys.shape[:-2], group, size)
             if self._is_grouped:
                 mixed = _grouped_attention(queries, keys, values, mask)
-            elif self._dtype == torch.float32 and self._device.type == "cpu":  # plain products are fastest there
+            elif self._dtype == torch.float32 and self._device.type == "cpu":  # where plain products are fastest
                 scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=scale)
                 mixed = torch.bmm(torch.softmax(scores, -1), values)
             else:
@@ -367,7 +367,7 @@ class LlamaDecoder:
             self.kernels.threads = num
 
     def _forward(self, token_ids: Tensor, rows: Tensor | slice | None, sources: Tensor) -> Tensor:
-        """Writes the padded sequences' key-values into `rows`, if not None; returns hidden states [b, T, hidden]."""
+        """Writes the padded sequences to the KV cache in `rows`, if given; returns hidden states [b, T, hidden]."""
         b, num_tokens = token_ids.shape
         heads, kv_heads, size = self._num_heads, self._num_kv_heads, self._head_size
         rotations = self._rotations[:num_tokens][None, :, None]
@@ -403,7 +403,7 @@ class LlamaDecoder:
         return self._head(normed).float()
 
     def _pack(self) -> None:
-        """Packs the weights, and describes the model to the kernels, unless already done; called before each use."""
+        """Packs the weights and describes the model to the kernels, unless that is done; called before each use."""
         if not self._are_packed:
             for linear in self._linears:
                 linear.pack()
@@ -544,7 +544,7 @@ def fast_decoder(
     """Returns a decoder for this model; None if it would not compute exactly what Hugging Face's model does.
 
     Args:
-        cache_bytes: maximum size of the key-values; None means half of a GPU's free memory, or no limit on a CPU.
+        cache_bytes: maximum size of the KV cache; None means half of the GPU's free memory, or no limit on a CPU.
     """
     family = find_family(config)
     if family is None:
@@ -553,6 +553,6 @@ def fast_decoder(
     if device.type == "cuda" and cache_bytes is None:
         cache_bytes = torch.cuda.mem_get_info(device)[0] / 2
     if cache_bytes is not None:
-        log.info("Memory holds the key-values of %d tokens; other rows wait.", cache_bytes // decoder.token_bytes)
+        log.info("The KV cache holds at most %d tokens; other rows wait.", cache_bytes // decoder.token_bytes)
     decoder.cache_bytes = cache_bytes
     return decoder

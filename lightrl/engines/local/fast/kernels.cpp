@@ -1,8 +1,8 @@
 // The compiled part of LocalEngine, for float32 on a CPU: products with packed weights, and a whole step of
 // LlamaDecoder in one call. kernels.py compiles, loads and calls it.
 //
-// A step has the operations of LlamaDecoder._step_with_torch, and the same layouts of norms and key-values. A row does
-// not depend on the other rows, because each sum is computed in a fixed order. No function checks its arguments.
+// A step computes what LlamaDecoder._step_with_torch does, with the same layouts of norms and KV cache. A row does not
+// depend on the other rows, because each sum is computed in a fixed order. No function checks its arguments.
 //
 // Shapes: n rows, H query heads, K key-value heads, D head size, T tokens that fit in a slot, I intermediate size.
 
@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr int64_t LANES = 16;  // compilers split a vector if those of the processor are shorter
+constexpr int64_t LANES = 16;  // if the processor's vectors are shorter, the compiler splits each one
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // A product keeps TILE_ROWS x PANEL_VECTORS sums in registers.
@@ -32,7 +32,7 @@ constexpr int64_t PANEL_VECTORS = 2, TILE_ROWS = 12;
 constexpr int64_t PANEL_VECTORS = 1, TILE_ROWS = 6;
 #endif
 constexpr int64_t PANEL = PANEL_VECTORS * LANES;
-constexpr int64_t BLOCK_ROWS = 4 * TILE_ROWS;  // these go through all layers together, so that they stay in a core's cache
+constexpr int64_t BLOCK_ROWS = 4 * TILE_ROWS;  // rows that go through all layers together, to stay in a core's cache
 
 struct Linear {
   const float* packed;  // [panels of outputs, inputs, PANEL]; missing outputs of the last panel are 0
@@ -247,7 +247,7 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
 }
 
 // Blocks of rows that several threads compute; each thread takes the next block. The caller takes blocks too, and waits
-// only for those that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
+// only for blocks that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
 struct Job {
   const std::function<void(int64_t)> run;  // computes a block
   const int64_t blocks;
@@ -277,7 +277,7 @@ struct Workers {
     const std::lock_guard<std::mutex> lock(mutex);
     try {
       for (; count < helpers; ++count) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {  // no more threads can be started, so fewer compute
+    } catch (const std::system_error&) {  // no more threads can be started, so fewer threads compute
     }
     for (int64_t helper = 0; helper < helpers; ++helper) jobs.push_back(job);
     helpers == 1 ? has_job.notify_one() : has_job.notify_all();
@@ -329,7 +329,7 @@ extern "C" {
 // Returns the number of elements of a packed weight.
 int64_t packed_size(int64_t outputs, int64_t inputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
-// Copies a weight [outputs, inputs] to its packed form, which must be 0 before, or back.
+// Packs a weight [outputs, inputs] into zeroed memory, or unpacks it.
 void repack(float* weight, int64_t outputs, int64_t inputs, float* packed, bool is_back) {
   for (int64_t first = 0; first < outputs; first += PANEL, packed += PANEL * inputs)
     for (int64_t start = 0; start < inputs; start += LANES)
@@ -349,7 +349,7 @@ void linear(const Linear* weight, const float* inputs, int64_t n, const float* a
   });
 }
 
-// Adds the last tokens of rows 0 to n - 1 to their slots' key-values; writes normed hidden states to outputs [n, hidden].
+// Adds the last tokens of rows 0 to n - 1 to the KV cache; writes normed hidden states to outputs [n, hidden].
 void step(const Model* model, const Cache* cache, int64_t n, const int64_t* token_ids, const int64_t* positions,
           float* outputs, int64_t num_threads) {
   in_blocks(n, num_threads, [=](int64_t first, int64_t end) {

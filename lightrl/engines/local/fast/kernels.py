@@ -1,9 +1,9 @@
 """Kernels: calls LocalEngine's compiled loops in `kernels.cpp`, for float32 on a CPU.
 
-With few rows or a small model, a torch operation takes longer to call than to compute, and each layer needs many of
-them. Here a whole step is one call, which releases Python's GIL. On first use, the system's C++ compiler builds the
-library for this processor in a few seconds, and stores it in the user's cache folder. Without a compiler, or if the
-library computes wrong products, torch computes everything.
+With few rows or a small model, a torch operation takes longer to call than to compute, and each layer needs many
+operations. Here a whole step is one call, which releases Python's GIL. On first use, the system's C++ compiler builds
+the library for this processor, in a few seconds, and it is stored in the user's cache folder. Without a compiler, or if
+the library computes wrong products, torch computes everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Count = ctypes.c_int64
 
 
 class LinearOfKernel(ctypes.Structure):
-    """A packed weight and its bias, as C++ reads them."""
+    """A packed weight and its bias, in the layout of the C++ struct."""
 
     _fields_ = (("packed", _Address), ("bias", _Address), ("inputs", _Count), ("outputs", _Count))
 
@@ -63,7 +63,7 @@ class ModelOfKernel(ctypes.Structure):
 
 
 class CacheOfKernel(ctypes.Structure):
-    """The key-values, and the rotation of each position."""
+    """The KV cache, and the rotation of each position."""
 
     _fields_ = (
         ("keys", _Address),
@@ -77,8 +77,8 @@ class CacheOfKernel(ctypes.Structure):
 class Kernels:
     """Calls the functions of a library that was built from `kernels.cpp`.
 
-    A call divides its rows among up to `threads` threads; rows that fit in one tile get one thread. Tensors are created
-    explicitly as float32, because Lightning's bf16-true changes torch's default dtype for all threads in a forward.
+    A call divides the rows among up to `threads` threads; one thread takes at least a tile of rows. Tensors are created
+    explicitly as float32, because Lightning's bf16-true changes torch's default dtype, for all threads, in a forward.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -113,7 +113,7 @@ class Kernels:
         return outputs
 
     def step(self, model: ModelOfKernel, cache: CacheOfKernel, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Adds the last tokens [n] to the key-values of slots 0 to n - 1; returns normed hidden states [n, hidden]."""
+        """Adds the last tokens [n] to the KV cache, in slots 0 to n - 1; returns normed hidden states [n, hidden]."""
         outputs = torch.empty(len(token_ids), model.hidden, dtype=torch.float32)
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
         addresses = token_ids.data_ptr(), positions.data_ptr(), outputs.data_ptr()
@@ -122,12 +122,12 @@ class Kernels:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Returns the address of a contiguous tensor's elements, which the caller must keep alive; None for None."""
+    """Returns the address of a contiguous tensor's elements, or None for None; the caller keeps the tensor alive."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def kernels() -> Kernels | None:
-    """Returns the kernels; None if they cannot be built or loaded here, which is logged once."""
+    """Returns the kernels, or None, with one warning, if they cannot be built or loaded here."""
     library = _library()
     return None if library is None else Kernels(library)
 
@@ -154,7 +154,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _build() -> Path:
-    """Returns the library for this source, compiler and processor; raises OSError or SubprocessError."""
+    """Returns the path of the library, built if it is missing; raises OSError or SubprocessError if that fails."""
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise FileNotFoundError("No C++ compiler was found.")
@@ -178,7 +178,7 @@ def _run(command: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Describes this machine's instruction set, because different machines may share a home folder."""
+    """Describes this machine's processor, because machines with different ones may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:

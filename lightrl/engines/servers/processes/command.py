@@ -13,7 +13,7 @@ from lightrl.checks.secret_settings import is_secret
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """Returns this process's environment without secrets, and without package paths if the server's Python differs."""
+    """Returns this process's environment without secrets; omits package paths if the server has a different Python."""
     paths = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"} if python != sys.executable else set()
     return {name: value for name, value in os.environ.items() if name not in paths and not is_secret(name.upper())}
 
@@ -65,7 +65,7 @@ def gpus_of_servers(
     if len(usable) < num:
         kind = "of the trainer" if placement == "colocated" else f"besides the trainer's {sorted(trainer)}"
         raise ValueError(
-            f"The servers need {num} GPUs (servers × tp) {kind}, but there are only {len(usable)} of {available}. "
+            f"The servers need {num} GPUs (servers × tp) {kind}, but only {len(usable)} of {available} qualify. "
             "Lower servers, tp or trainer.devices, or set placement to "
             f"{'separate' if placement == 'colocated' else 'colocated'}."
         )
@@ -73,6 +73,6 @@ def gpus_of_servers(
 
 
 def visible(gpus: Sequence[int]) -> list[str]:
-    """Translates torch's GPU indices, which count only visible GPUs, into names for CUDA_VISIBLE_DEVICES."""
+    """Translates torch's GPU indices, which count only visible GPUs, to entries of CUDA_VISIBLE_DEVICES."""
     names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return [names[gpu] if gpu < len(names) else str(gpu) for gpu in gpus]

@@ -77,7 +77,7 @@ async def restart(
         on_ready: makes the process usable; if it raises, the restart has failed.
 
     Returns:
-        None if the process runs again, otherwise the reason for giving it up.
+        None if the process runs again, otherwise why it is given up.
     """
     ran_s = process.ran_s
     await in_thread(process.stop, 0.0)
@@ -88,7 +88,7 @@ async def restart(
             await in_thread(process.wait_ready)
             if on_ready is not None:
                 await on_ready()
-        except Exception as error:  # noqa: BLE001  # such as a full disk, or no more threads: nothing else restarts this process
+        except Exception as error:  # noqa: BLE001  # such as a full disk: go on, because nothing else restarts it
             reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
         else:
             log.info("%s is back at %s.", process.name, process.url)
@@ -97,7 +97,7 @@ async def restart(
         log.warning("%s could not be restarted: %s", process.name, reason)
         await in_thread(process.stop, 0.0)
     message = (
-        f"{process.name} is given up after {count_text(process.policy.restarts, 'restart')} in a row. "
+        f"Giving up on {process.name} after {count_text(process.policy.restarts, 'restart')} in a row. "
         f"Last reason: {reason}. {process.last_output()}"
     )
     log.error("%s", message)
@@ -105,7 +105,7 @@ async def restart(
 
 
 async def _until_lost(process: ServerProcess, hang_s: float) -> str:
-    """Watches a process until it exits or hangs, and returns which of the two happened."""
+    """Watches a process until it exits or hangs; returns which of the two happened."""
     answered_at = probed_at = time.monotonic()
     while True:
         await asyncio.sleep(_TICK_S)

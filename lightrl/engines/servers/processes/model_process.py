@@ -1,7 +1,7 @@
-"""ModelProcess: runs a model server as a child process; finds its Python and makes its arguments.
+"""ModelProcess: runs a model server as a child process; finds the Python to use and makes the arguments.
 
-The Python is the first of these: the given path; $LIGHTRL_…_PYTHON; this environment, if the server is installed in it;
-the environment that scripts/…_cpu/build.py built for this machine's CPU.
+It uses the first Python that exists: the given path; $LIGHTRL_…_PYTHON; this environment, if the server is installed
+here; the environment that scripts/…_cpu/build.py built for this machine's CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ModelProcess(ServerProcess):
     """A server that serves a model.
 
     Args:
-        model_folder: contains config.json, and weights without `load_format: dummy`; see `write_model_folder`.
+        model_folder: contains config.json, and weights unless `load_format` is dummy; see `write_model_folder`.
         python: Python of an environment with this kind of server; None to use `find_python`.
         args: the server's arguments, keyed by name with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
@@ -35,10 +35,10 @@ class ModelProcess(ServerProcess):
         settings: other arguments of ServerProcess.
     """
 
-    title: str  # such as SGLang; also the name of its package and its variables
-    preset: ClassVar[Mapping[str, str]]  # argument that lightrl sets → the setting to use instead
+    title: str  # for example SGLang; in lower or upper case, also the name in its package and environment variables
+    preset: ClassVar[Mapping[str, str]]  # argument that lightrl sets → lightrl's setting to use instead
     defaults: ClassVar[Mapping[str, Any]]
-    cpu_defaults: ClassVar[Mapping[str, Any]]  # for an environment that was built for this machine's CPU
+    cpu_defaults: ClassVar[Mapping[str, Any]]  # also used in an environment built for this machine's CPU
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with `_` in their names; raises ValueError for an argument that lightrl itself sets."""
+        """Returns the arguments with `_` for `-` in names; raises ValueError for one that lightrl itself sets."""
         named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
         for name in sorted(cls.preset.keys() & named.keys()):
             raise ValueError(f"server_args has {name}, which lightrl sets. Remove it, and use {cls.preset[name]}.")
@@ -100,7 +100,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        """Returns the config of the model as servers with these arguments hold it; they may quantize the model."""
+        """Returns the config of the model that servers with these arguments hold; they may quantize the model."""
         return config
 
     @abstractmethod
@@ -108,5 +108,5 @@ class ModelProcess(ServerProcess):
         """Returns the arguments for a model with this config on `tp` GPUs."""
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment; the Hugging Face hub is offline unless HF_HUB_OFFLINE is set."""
+        """Returns the environment; HF_HUB_OFFLINE is 1 unless set, so the server downloads nothing."""
         return environment_for(self.python) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}

@@ -1,6 +1,6 @@
 """ServerProcess: starts a server as a child process, checks its readiness and health, and stops it without orphans.
 
-Each kind of server has a subclass with its command line. `keeper.py` starts and restarts several.
+Each kind of server has a subclass with its command line. `keeper.py` starts several and restarts them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeldPort:
 
     A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
     programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
-    can bind it. Other systems would refuse that server too, so there the port is not reserved.
+    can bind it. Other systems would refuse that server too, so the port is not reserved there.
 
     Args:
         host: the address that the server will listen on.
@@ -95,23 +95,23 @@ class RestartPolicy:
 class ServerProcess:
     """A server process on this machine. After an exit it can be started again, on a new port unless `port` is set.
 
-    Invariants: it listens on the loopback unless `host` is set, and requires a token on every route that matters; no
-    command line or log that other users can read contains the token; no other program gets its port between start and
-    stop (see `HeldPort`); none of its processes outlives this process, even after `kill -9`.
+    Invariants: it listens on the loopback unless `host` is set, and requires a token on every route that matters. No
+    command line or log that other users can read contains the token. No other program gets its port between start and
+    stop (see `HeldPort`). None of its processes outlives this process, even after `kill -9`.
 
     Args:
         command: the program and its arguments, with `{port}` for the port. It gets the token in LIGHTRL_SERVER_TOKEN.
-            Its socket must set SO_REUSEADDR, as most servers do.
-        host: address to listen on. Consider who can reach an address other than the loopback.
+            Its socket must set SO_REUSEADDR, as most servers' sockets do.
+        host: address to listen on. Before you set one other than the loopback, consider who can reach it.
         port: None for a free port at each start, 0 for a free port that it keeps after the first start.
         token: token that requests must carry; None for a random one. It cannot start with `-`.
         devices: the GPUs that it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
         log_file: file to which its output is appended; None for a file in a temporary folder.
         startup_timeout_s: maximum time from its start until it is ready.
-        stop_timeout_s: maximum time until it exits; then it is killed.
+        stop_timeout_s: time that it has to exit; then it is killed.
     """
 
-    secret_arguments: tuple[str, ...] = ()  # arguments whose value, the token, the server reads from a private file
+    secret_arguments: tuple[str, ...] = ()  # arguments for the token, which the server reads from a private file
     info_path = "/ready"  # a route that answers quickly; if the server has no /ready, status 200 here means ready
 
     def __init__(
@@ -131,7 +131,7 @@ class ServerProcess:
         self.name = name
         self.token = usable_token(token)
         self.host = host
-        self.port = port or 0  # of the latest start
+        self.port = port or 0  # the port of the latest start
         self.startup_timeout_s = startup_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._keeps_port = port is not None
@@ -167,7 +167,7 @@ class ServerProcess:
             held_port = HeldPort(self.host, self.port if self._keeps_port else 0)
             if self._process is not None:
                 self._process.end(0)  # closes the pipe of a killed process
-            self._release()  # after the new port is reserved, so that the two differ
+            self._release()  # only after the new port is reserved, so that it differs from the old one
             self._held_port, self.port = held_port, held_port.number
             if self.log_file is None:
                 prefix = own_prefix("lightrl-server-", kept_s=LOGS_KEPT_S)
@@ -241,7 +241,7 @@ class ServerProcess:
         return "running" if code is None else ending_of(code)
 
     def stop(self, grace_s: float | None = None, *, for_good: bool = False) -> None:
-        """Stops the server and all its processes, which get `grace_s` or `stop_timeout_s` to exit by themselves.
+        """Stops the server and all its processes; kills those left after `grace_s`, by default `stop_timeout_s`.
 
         `start` can start it again, unless `for_good`.
         """
@@ -252,13 +252,13 @@ class ServerProcess:
             self._release()
 
     def last_output(self) -> str:
-        """Returns the command, the log file and the log's last lines without the token, for messages."""
+        """Returns the command, the log file and the log's last lines, without the token, for messages."""
         tail = "" if self.log_file is None else end_of_log(self.log_file, _TAIL_BYTES).replace(self.token, "<token>")
         output = f"Last output:\n{tail}" if tail else "It printed nothing."
         return f"Command: {self.command}\nLog: {self.log_file}\n{output}"
 
     def _release(self) -> None:
-        """Releases the port, and removes the secrets file if the guard was killed or never started."""
+        """Releases the port, and removes the secrets file, which remains if the guard was killed or never started."""
         if self._held_port is not None:
             self._held_port.close()
         if self._secrets_file is not None:
@@ -340,9 +340,9 @@ def make_servers(
 def write_model_folder(config: PretrainedConfig, folder: str | Path) -> Path:
     """Writes the config and a tokenizer, so that a server can start without weights (`load_format: dummy`).
 
-    The config has no end token, because SGLang always stops at the end tokens of its config, and lightrl's requests
-    name their stop tokens. Requests and answers are token ids, so the tokenizer has only one token; but without a
-    tokenizer, a request with `min_new_tokens` would crash an SGLang server.
+    The config has no end token, because SGLang always stops at its config's end tokens, whereas lightrl's requests name
+    their stop tokens. Requests and answers are token ids, so a tokenizer with one token is enough; without any, a
+    request with `min_new_tokens` would crash an SGLang server.
     """
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast

@@ -2,7 +2,7 @@
 
 Reading order:
     delivery.py           the transport that sends weights to the servers, and its settings
-    loader.py             loads a version into all servers, or into one that returns
+    loader.py             loads a version into all servers, or into a single server that returns
     server_sync.py        pauses, loads and resumes servers; report.py  the outcome for each server
       transports/         how the bytes reach the servers
       receiver.py         the delta transport's process on a server host; receivers.py  finds or starts it

@@ -1,7 +1,7 @@
 """AdapterVersions: the adapters that servers hold, one per weight version, and the requests that use them.
 
 SGLang 0.5.23 compares each tensor's SHA-256 with the trainer's, and crashes if they differ. It refuses a second adapter
-with the same name. Its prefix cache keeps the key-values of adapters separate.
+with the same name. Its prefix cache keeps adapters separate.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AdapterClient(Protocol):
 class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
-    fleet: ServerFleet  # its weight version is the base's
+    fleet: ServerFleet  # its weight version is that of the base
     form: ServedForm
     timeout_s: float  # limit for each request, and for a removed version's requests to finish
     newest: int = -1
@@ -80,7 +80,7 @@ class AdapterVersions(ServedVersions):
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version → id and server of its requests
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
-        """Returns the version that the completion started with if servers still hold it, otherwise the newest."""
+        """Returns the version that the completion started with, or the newest if servers no longer hold that one."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
@@ -103,8 +103,8 @@ class AdapterVersions(ServedVersions):
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Records a version that all routable servers have; drops old versions, aborts their requests, returns them."""
-        self._adapters.pop(version, None)  # it may exist if this run resumed from an older checkpoint
+        """Records a version that all routable servers have; returns the old versions that it drops and aborts."""
+        self._adapters.pop(version, None)  # exists if this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
         dropped = list(self._adapters)[: -self.form.num_versions]
@@ -140,8 +140,8 @@ class AdapterVersions(ServedVersions):
         self._in_use.pop(version, None)
         if requests:
             log.warning(
-                "%d requests with adapter %s are still running timeouts.sync_s=%g s after they were aborted, on %s. "
-                "The next load removes the adapter.",
+                "%d requests with adapter %s still run, timeouts.sync_s=%g s after they were aborted, on %s. The next "
+                "load removes the adapter.",
                 len(requests),
                 name_of(version),
                 self.timeout_s,

@@ -1,9 +1,9 @@
 """CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
 
-Key-values of old weights must not be used with new weights. Each request has a cache key made of the run and the weight
-version, so a new request reuses none. A request that a load interrupts keeps its old key and computes its prefix again,
-so only the cache flush protects it. The canary is generated before a load, and again after it under the *old* key. Then
-none of its tokens may be in the cache.
+KV cache entries of old weights must not be used with new weights. Each request has a cache key made of the run and the
+weight version, so a new request reuses none. But a request that a load interrupts keeps its old key when it recomputes
+its prefix, so only the cache flush protects it. The canary is generated before a load, and again after it under the
+*old* key. At that point, none of its tokens may be in the cache.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FLUSH_S = 60.0  # how long to wait for a busy server to become idle
 
 @dataclass(frozen=True)
 class CacheCanary:
-    """Generates canaries on an engine's servers."""
+    """Generates canaries on an engine's servers, and checks that loads remove them from the caches."""
 
     fleet: ServerFleet  # makes the cache keys
     vocab_size: int
     max_context: int | None = None  # tokens; None for no limit
-    timeout_s: float = 3600.0  # limit for a canary after a load; it may wait behind other requests
+    timeout_s: float = 3600.0  # limit for a canary after a load, which may queue behind other requests
 
     def start(self, servers: Iterable[Server], weight_version: int) -> dict[str, asyncio.Task[int]]:
         """Starts a canary on each server, under this version's key; returns the tasks by address."""
@@ -61,7 +61,7 @@ class CacheCanary:
             if num_cached == 0:
                 return None
             log.warning(
-                "%s kept %d key-values of weight version %d during a load. Flushing its cache now.",
+                "%s kept %d cached tokens of weight version %d during a load. Flushing its cache now.",
                 server.url,
                 num_cached,
                 weight_version,
@@ -72,7 +72,7 @@ class CacheCanary:
             return f"its prefix cache could not be checked after a load: {error}"
         if num_cached == 0:
             return None
-        return f"its prefix cache still has key-values of weight version {weight_version} after a load and a flush"
+        return f"its prefix cache still has tokens of weight version {weight_version} after a load and a flush"
 
     async def _generate(self, server: Server, weight_version: int) -> int:
         """Generates one token; returns how many prompt tokens were in the cache."""

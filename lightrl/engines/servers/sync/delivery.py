@@ -45,7 +45,7 @@ TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings for sending weights. Its loader sends whole weights, with added parameters merged in."""
+    """The settings for sending weights. The loader sends whole weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
@@ -82,7 +82,7 @@ class WeightDelivery:
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError if loads do not send whole weights, which `setting` requires."""
+        """Raises ValueError if loads do not send whole weights; `setting` requires that they do."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""
@@ -92,11 +92,11 @@ class WeightDelivery:
         """Called before `loader`; see RolloutEngine."""
 
     def parts_to_load(self, base_version: int) -> list[Part]:
-        """Returns the parts that the next load must send; `base_version` is the version of the servers' base, or -1."""
+        """Returns the parts that the next load must send; `base_version` is the version of the servers' base or -1."""
         return ["whole"]
 
     def versions(self, fleet: ServerFleet, sync_s: float) -> ServedVersions:
-        """Makes the object that chooses the weights of each request."""
+        """Makes the object that chooses each request's weights."""
         return ServedVersions()
 
     def loader(
@@ -108,7 +108,7 @@ class WeightDelivery:
         *,
         verify: bool,
     ) -> WeightLoader:
-        """Makes a loader that sends weights in `dtype` to the servers of `requests`, whose model has this config."""
+        """Makes a loader that sends weights in `dtype` to the servers of `requests`; `config` describes their model."""
         timeouts, limits, form = requests.timeouts, requests.limits, ServerForm.of(config, dtype)
         canary = CacheCanary(
             requests.fleet, vocab_size=limits.vocab_size, max_context=limits.max_context, timeout_s=timeouts.generate_s

@@ -1,4 +1,4 @@
-"""WeightLoader: checks the trainer's weights and loads them into all servers of an engine, or into one that returns.
+"""WeightLoader: checks the trainer's weights and loads them into all servers, or into a single server that returns.
 
 The calling thread holds a lock during a load; server_sync.py pauses, loads and resumes servers on the home loop. In a
 colocated engine, `release_memory` frees the servers' memory for the trainer until the next load.
@@ -48,7 +48,7 @@ class WeightLoader:
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
     dtype: torch.dtype | None = None  # dtype of the weights that are sent; None: the trainer's dtype
-    is_colocated: bool = False  # whether the servers release their memory for the trainer between loads
+    is_colocated: bool = False  # whether the servers release memory for the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)
@@ -69,7 +69,7 @@ class WeightLoader:
         return {server.url: server.verified_by for server in self.fleet.in_state("routable")}
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads a version into all servers and waits for them; called from the thread that gathers buckets."""
+        """Loads a version into all servers and waits for them; called from the thread that gathers the buckets."""
         with self._lock:
             limit_s = self.timeouts.server_wait_s + self.timeouts.sync_s + self.timeouts.request_s
             servers, absent = self.home.call(self._prepare_load(), limit_s)
@@ -95,7 +95,7 @@ class WeightLoader:
                 self.home.call(self._finish_load(servers, report), self.timeouts.request_s * 2)
 
     def give(self, server: Server) -> None:
-        """Loads the current version into a returning server, unless a later load will do that; called from a thread."""
+        """Loads the current version, if the transport has it, into a returning server; called from a thread."""
         with self._lock:
             version = self.fleet.weight_version
             is_due = self.fleet.has(server) and version >= 0 and not self._is_over
@@ -107,7 +107,7 @@ class WeightLoader:
             self.home.call(self._finish_load([server], report), self.timeouts.request_s)
 
     def remove(self, server: Server) -> None:
-        """Drains and forgets a leaving server, but not during a load; called from a thread."""
+        """Drains and forgets a leaving server, after any load in progress; called from a thread."""
         with self._lock:
             if self.fleet.has(server):
                 self.home.call(self._remove(server), self.timeouts.request_s * 2)
@@ -132,7 +132,7 @@ class WeightLoader:
                 self.home.call(self._release_memory(), self.timeouts.sync_s)
 
     def close(self) -> None:
-        """Stops loads; colocated servers that outlive the engine get their memory back. Called from another thread."""
+        """Stops loads; colocated servers that outlive the engine allocate memory again. Called from another thread."""
         self._is_over = True
         if self.is_colocated:
             with contextlib.suppress(EngineError):  # the servers are stopping too, or `lose` has reported them
@@ -147,9 +147,9 @@ class WeightLoader:
         closing.join(self.timeouts.request_s)
 
     def _check(self, buckets: Iterable[Bucket], weight_version: int, servers: Sequence[Server]) -> Iterator[Bucket]:
-        """Checks the buckets and yields them as servers store them, quantized if necessary.
+        """Checks the buckets and yields them in the servers' format, quantized if necessary.
 
-        Computes digests of the buckets, and of files that other ranks wrote, which it reads back.
+        Also computes digests of the buckets, and of files that other ranks wrote, after reading them back.
         """
         form = ServerForm.of(self.config)
         verifier = self.sync.verifier if self.sync.verify else None
@@ -161,7 +161,7 @@ class WeightLoader:
                     digests.add(part)
             yield bucket
             if form.is_block_fp8:
-                bucket.tensors.clear()  # otherwise the quantized copy stays in memory while the next bucket is made
+                bucket.tensors.clear()  # frees the quantized copy before the next bucket is made
 
     async def _remove(self, server: Server) -> None:
         self.fleet.drain(server)
@@ -169,12 +169,12 @@ class WeightLoader:
         await self.members.drain(server)
 
     async def _prepare_load(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part in the load, and for each other address the reason why it does not."""
+        """Returns the servers that take part in the load, and for each other address why its server does not."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # if all are known, busy servers may answer during the load
+        if not is_known:  # if all are known, they may answer during the load
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
@@ -187,17 +187,15 @@ class WeightLoader:
         return servers, absent
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads whatever a returning server needs besides the weights; in this class, nothing."""
+        """Loads what a returning server needs besides the weights; here, nothing."""
 
     async def _identify(self, server: Server) -> None:
-        """Updates `info`; a known server that now lacks a required argument is lost and excluded from loads."""
+        """Updates `info`; a known server that now lacks a required argument is lost, and excluded from loads."""
         is_known = server.info is not None
         self._refused.discard(server)
         try:
             if await server.identify(timeout_s=self.timeouts.request_s):
-                log.warning(
-                    "The server at %s was restarted since the last load; it gets the weights again.", server.url
-                )
+                log.warning("Server %s was restarted after the last load. It gets the weights again.", server.url)
         except NO_ANSWER:
             pass  # the load reports the problem
         except EngineError as error:  # the server was started without arguments that rollouts need
@@ -207,7 +205,7 @@ class WeightLoader:
             self.members.lose(server, str(error))
 
     async def check_models(self, servers: Sequence[Server]) -> None:
-        """Raises EngineError if a server's model is not the trainer's."""
+        """Raises EngineError if a server's model differs from the trainer's."""
 
         async def check(server: Server) -> None:
             await server.identify()
@@ -250,7 +248,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """After an interrupted sync, admits a server again if it reports the previous version, or else loses it."""
+        """After an interrupted sync: admits a server if it reports the previous version, otherwise marks it as lost."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

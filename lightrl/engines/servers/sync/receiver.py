@@ -2,8 +2,8 @@
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-The receiver does not talk to the servers. The trainer sends it a version while they generate, and then lets them load
-its folder. weights/delta_folder.py describes its checks and files. All routes except /ready require the token.
+The receiver does not talk to the servers. The trainer sends it a version while they generate, then makes them load the
+receiver's folder. weights/delta_folder.py describes the checks and files. All routes except /ready require the token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 from lightrl.weights.delta_folder import DeltaFolder, NotTheBase, Version, folder_in_memory
 
-_MAX_PART_BYTES = 2**36  # limit on a request; a part that is one large tensor exceeds the usual size
+_MAX_PART_BYTES = 2**36  # limit on a request; a part that contains one large tensor exceeds the usual size
 Fields = dict[str, Any]
 PROTOCOL = 4  # version of the requests; trainer and receiver must agree
 
@@ -83,7 +83,7 @@ class Receiver:
             except (ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             except OSError as error:
-                problem = f"The folder {self.folder.root} failed: {error}. Start the receiver with a new --folder."
+                problem = f"The folder {self.folder.root} is unusable: {error}. Start the receiver with a new --folder."
             return web.json_response({"error": problem})
 
         return handle

@@ -1,4 +1,4 @@
-"""Receivers: the weight receivers on the server hosts of an engine; see receiver.py."""
+"""Receivers: the weight receivers on the hosts of an engine's servers; see receiver.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Receivers:
             self.urls.append(url)
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
-        """Starts a receiver that listens on `host`. Its folder outlives it, so it has the weights after a restart."""
+        """Starts a receiver that listens on `host`. The folder outlives a restart, so the weights do too."""
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", host, "--port", "{port}"]
         self._process = ServerProcess(

@@ -20,7 +20,7 @@ class SyncReport:
     """The outcome of a sync for each server, which serves a version or is lost. Keys are addresses."""
 
     weight_version: int  # the version to load
-    previous_version: int | None = None  # the version that the servers had before; None if it is not this run's
+    previous_version: int | None = None  # the version that the servers had before; None if they had none of this run's
     versions: dict[str, int] = field(default_factory=dict)  # the version that the server serves now
     lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone, and must get no requests
     absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before the sync
@@ -40,7 +40,7 @@ class SyncReport:
 
 
 class SyncFailed(WeightSyncError):
-    """No server has the new weights; `report` says which servers have the old weights and which are lost."""
+    """No server has the new weights; `report` says which servers have the old ones and which are lost."""
 
     def __init__(self, message: str, report: SyncReport) -> None:
         super().__init__(message)
@@ -55,18 +55,18 @@ class SyncServers:
     """The servers in a sync; a server that fails moves from `left` to `lost`.
 
     Args:
-        timeout_s: deadline of each request, and of the trainer's next bucket.
+        timeout_s: deadline for each request, and for the trainer's next bucket.
     """
 
     def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
         self.left = list(servers)
         self.timeout_s = timeout_s
-        self.has_old_weights = True  # whether the weights of `left` are untouched
+        self.has_old_weights = True  # whether the servers in `left` still have their old weights
         self.lost: dict[str, str] = {}  # address → reason
         self.silent: set[Server] = set()  # lost servers that do not answer at all
 
     async def ask(self, question: Callable[[Server], Awaitable[_T]]) -> dict[Server, _T]:
-        """Calls `question` for all servers concurrently; returns the results from servers that did not fail."""
+        """Calls `question` for all servers in `left` concurrently; returns the results of those that did not fail."""
         servers = list(self.left)
 
         async def answer(server: Server) -> _T:

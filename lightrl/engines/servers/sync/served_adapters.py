@@ -1,4 +1,4 @@
-"""AdapterDelivery: sends adapters to servers that hold the base, one per weight version, under a name per version.
+"""AdapterDelivery: sends each weight version to the servers as an adapter with its own name, next to their base.
 
     base, once ─► every server, as WeightLoader does
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
@@ -53,7 +53,7 @@ class AdapterLoader(WeightLoader):
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
-        """Loads the base, if it follows the adapters in the buckets, and then the adapters.
+        """Loads the base, if the buckets contain it after the adapters, and then the adapters.
 
         Raises:
             WeightSyncError: if names or shapes differ from the first load, or no server accepts the adapters.
@@ -77,7 +77,7 @@ class AdapterLoader(WeightLoader):
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         if not tensors:
-            raise WeightSyncError("The load contains no adapters. Every load must contain the adapters of the first.")
+            raise WeightSyncError("The load contains no adapters. Every load must have the first load's adapters.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name
@@ -133,7 +133,7 @@ class AdapterDelivery(WeightDelivery):
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
-    """Returns copies of the adapters, which come first, and the buckets of the base; None if there is no base."""
+    """Returns copies of the adapters, which come first, and the base's buckets, or None if there is no base."""
     tensors: dict[str, Tensor] = {}
     iterator = iter(buckets)
     for bucket in iterator:

@@ -1,13 +1,13 @@
-"""ServerSync: loads new weights into servers, so that each token is tagged with the version that sampled it.
+"""ServerSync: loads new weights into servers so that each token is tagged with the version that sampled it.
 
     stage ─► pause(retract) ─► begin ─► load ─► end ─► verify ─► resume
     folder,    no token from     since    buckets; the    version and     tokens of the
     group,     here on           0.5.21   last one has    digests         new version
     canaries                              the version
 
-A server that fails at any step may have a mixture of weights, so it stays paused, counts as lost, and returns through
-another sync. If no server is left, the previous version is restored, provided that the transport still has it, and
-SyncFailed reports what happened on each server.
+A server that fails at any step may have a mixture of weights, so it stays paused, counts as lost, and returns only with
+another sync. If no server is left, the previous version is restored, if the transport still has it, and SyncFailed
+reports what happened on each server.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lightrl.errors import EngineError, WeightSyncError
 from lightrl.trace import span
 from lightrl.weights import Bucket
 
-BLOCKED_S = 60.0  # an event loop that does not react for this long counts as blocked
+BLOCKED_S = 60.0  # an event loop that does not respond for this long counts as blocked
 
 
 class BucketFeed:
-    """Passes buckets from a thread to a coroutine; `put` returns when the coroutine has taken the bucket.
+    """Passes buckets from a thread to a coroutine; `put` returns once the coroutine has taken the bucket.
 
-    The thread puts buckets inside `with feed:`; the coroutine's iteration stops when the block ends or raises. The
+    The thread puts buckets inside `with feed:`; the coroutine's iteration stops when that block ends or raises. The
     coroutine waits at most `timeout_s` for each bucket.
     """
 
@@ -57,7 +57,7 @@ class BucketFeed:
         self._error: BaseException | None = None
 
     def put(self, bucket: Bucket) -> bool:
-        """Passes a bucket on; returns False if the coroutine takes no more. Deadlines are checked by the coroutine."""
+        """Passes a bucket on; returns False if the coroutine takes no more. The coroutine checks the deadlines."""
         self._taken.clear()
         if self._is_stopped:
             return False
@@ -86,7 +86,7 @@ class BucketFeed:
         return self
 
     async def __anext__(self) -> Bucket:
-        """Empties the previous bucket, then waits at most `timeout_s` for the next `put` or the end of `with`."""
+        """Empties the previous bucket, then waits up to `timeout_s` for the next `put` or the end of `with`."""
         self._taken_bucket.tensors.clear()
         while self._next is None:
             if self._error is not None:
@@ -122,7 +122,7 @@ def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | t
 
 
 def loop_ended(loop: asyncio.AbstractEventLoop) -> WeightSyncError:
-    """Returns the error of a sync whose event loop has stopped."""
+    """Returns the error for a sync during which the event loop stopped."""
     cause = f"The rollout thread died: {deaths[loop]!r}" if loop in deaths else "The log says why"
     problem = f"The engine's event loop stopped during a weight sync. {cause}. Resume from the last checkpoint."
     return WeightSyncError(problem)
@@ -140,7 +140,7 @@ class ServerSync:
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
     verify: bool = True  # whether to check each server's version, and its parameters as far as possible
-    verifier: WeightVerifier | None = None  # holds digests of the sent weights; None: compares servers with each other
+    verifier: WeightVerifier | None = None  # has digests of the sent weights; if None, servers' checksums are compared
     canary: CacheCanary | None = None  # checks that a load has emptied the prefix caches
 
     async def load(
@@ -153,16 +153,16 @@ class ServerSync:
         report: SyncReport | None = None,
         before_pause: Callable[[], Awaitable[None]] | None = None,
     ) -> SyncReport:
-        """Loads a version into all servers; the report says which servers then serve it and which are lost.
+        """Loads a version into all servers; the report says which servers serve it and which are lost.
 
-        Waits for the slowest server; every step has a deadline. On cancellation, servers whose old weights are
-        untouched resume; the others stay paused.
+        Waits for the slowest server; every step has a deadline. On cancellation, servers resume if their old weights
+        are untouched; otherwise they stay paused.
 
         Args:
             buckets: the trainer's weights; None loads the version that the transport holds, for late servers.
             previous_version: the servers' current version; restored if no server accepts the new one.
             report: filled in during the sync, for a caller that needs it after an error.
-            before_pause: makes new requests wait, because the pause would queue behind them.
+            before_pause: holds new requests, because the pause would queue behind them.
 
         Raises:
             SyncFailed: if no server has the new version.
@@ -198,8 +198,8 @@ class ServerSync:
     ) -> SyncReport:
         """Runs `load` on the home loop, with buckets that the calling thread gathers; called from another thread.
 
-        Gathers a bucket while the previous one is sent, so at most two are in memory. An error from `buckets` ends the
-        sync and is raised.
+        A bucket is gathered while the previous one is sent, so at most two are in memory. An error from `buckets` ends
+        the sync and is raised.
         """
         loop = home.loop
         feed = BucketFeed(loop, timeout_s=self.timeout_s) if buckets is not None else None
@@ -260,7 +260,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Context manager inside which servers generate canaries, if they have the previous version."""
+        """Context manager: inside it, servers generate canaries, if they have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -272,7 +272,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _check_all_old_weights(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Context manager that runs `_check_old_weights` for all servers; the new load repairs wrong weights."""
+        """Context manager that runs `_check_old_weights` for all servers; the load then repairs wrong weights."""
         checks: list[asyncio.Task[None]] = []
         version = report.previous_version
         is_known = version is not None and version != report.weight_version and sync.has_old_weights
@@ -294,8 +294,8 @@ class ServerSync:
             check, problem = self.verifier.verify(server, report.previous_version, ranks)
             if check is None:
                 log.warning(
-                    "%s changed its weights after the last load: %s. Some tokens of that version may come from "
-                    "different weights. The server gets the new version now.",
+                    "%s changed its weights after the last load: %s. Some tokens tagged with that version may come "
+                    "from other weights. The server gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -336,7 +336,7 @@ class ServerSync:
         previous_version: int | None,
         reason: str,
     ) -> None:
-        """Loads the previous version into the servers that answer, so that they continue; the others are lost."""
+        """Loads the previous version into the servers that answer, so that they can continue; the others are lost."""
         for server in list(failed.left):
             failed.lose(server, reason)
         if previous_version is None or not self.transport.holds(previous_version):
@@ -358,7 +358,7 @@ async def _resume_servers(sync: SyncServers) -> list[str]:
 
 
 async def _begin_update(server: Server) -> bool:
-    """Begins a weight update; if a crashed trainer has left an update open, ends that one first."""
+    """Begins a weight update; first ends an update that a crashed trainer left open, if there is one."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

@@ -57,7 +57,7 @@ class ParameterCheck:
                         "this shape. Every load must have the same parameters."
                     )
                 shapes[name] = shape
-            for name, tensor in bucket.tensors.items():  # other ranks have checked the tensors that they wrote
+            for name, tensor in bucket.tensors.items():  # the other ranks have checked the tensors in `files`
                 if not torch.isfinite(tensor).all():
                     raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
             if bucket.is_last and self._first is not None and (missing := sorted(set(self._first) - set(shapes))):
@@ -70,8 +70,8 @@ class ParameterCheck:
 class WeightVerifier:
     """Verifies that servers have the trainer's weights.
 
-    A server whose digests could be compared before, but no longer can, is rejected, so a weaker check never silently
-    replaces digests. If a weaker check is used, the log says so once per server.
+    If a server's digests could be compared before but no longer can, the server is rejected, so a weaker check never
+    silently replaces digests. If a weaker check is used, the log says so once per server.
     """
 
     config: PretrainedConfig  # the policy's config
@@ -80,7 +80,7 @@ class WeightVerifier:
     _versions: dict[int, Digests] = field(default_factory=dict)
 
     def begin(self, weight_version: int, servers: Iterable[Server]) -> Digests:
-        """Returns the object that computes a load's digests; keeps it for comparison, late servers and rollbacks."""
+        """Returns the object that computes a load's digests; keeps it to verify servers, now or in a later sync."""
         layouts: dict[ServerLayout, None] = {}
         for server in servers:
             if server.info is not None and server.info.layout_problem is None:
@@ -96,7 +96,7 @@ class WeightVerifier:
         return digests
 
     def close(self) -> None:
-        """Stops the digest threads of failed loads."""
+        """Stops the threads that compute digests, which failed loads leave running."""
         for digests in self._versions.values():
             digests.close()
 
@@ -110,7 +110,7 @@ class WeightVerifier:
 
         Returns:
             `digests` and "" if they are equal; None and the problem if the server must be rejected; `version` and the
-            reason if they cannot be compared.
+            reason if the digests cannot be compared.
         """
         check, problem = self._compare(server, weight_version, ranks)
         if check == "version" and server.digest_dtype is not None:
@@ -119,8 +119,8 @@ class WeightVerifier:
             server.logged_check = check
             if check != "digests":
                 log.warning(
-                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with that "
-                    "of other servers, if there are any.",
+                    "%s: its parameters cannot be compared with the trainer's: %s. Its checksum is compared with other "
+                    "servers' checksums, if there are any.",
                     server.url,
                     problem,
                 )
@@ -129,7 +129,7 @@ class WeightVerifier:
     def _compare(
         self, server: Server, weight_version: int, ranks: RankDigests | None
     ) -> tuple[Verification | None, str]:
-        """Compares the digests as `verify` does, without regard to earlier results."""
+        """Compares the digests as `verify` does, but ignores earlier results."""
         info = server.info
         if info is None or weight_version not in self._versions:
             return "version", f"the digests of version {weight_version} are unknown"
@@ -163,7 +163,7 @@ class WeightVerifier:
         )
 
     def _find_differences(self, ranks: list[dict[str, str]], expected: RankDigests) -> list[tuple[str, int]]:
-        """Returns (name, rank) of each parameter whose digest differs; skips parameters without a digest."""
+        """Returns (name, rank) for each digest that differs; skips parameters without a digest."""
         return [
             (name, rank)
             for rank, (served, trained) in enumerate(zip(ranks, expected, strict=True))
@@ -174,7 +174,7 @@ class WeightVerifier:
     def _names_problem(
         self, served: Mapping[str, str], trained: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
-        """Returns the result of `verify` if the parameter names of server and trainer differ, otherwise None."""
+        """Returns what `verify` returns if the server's parameter names differ from the trainer's; otherwise None."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
         extra = sorted(set(served) - set(trained))
         missing = sorted(set(trained) - set(served) - optional)
@@ -193,7 +193,7 @@ class WeightVerifier:
 async def verify_servers(
     sync: SyncServers, weight_version: int, verifier: WeightVerifier | None
 ) -> dict[str, Verification]:
-    """Returns which check each server passed; servers with a wrong version or wrong parameters are lost."""
+    """Returns which check each server passed; a server with a wrong version or wrong parameters is lost."""
     infos = await sync.ask(lambda server: server.client.model_info(timeout_s=sync.timeout_s))
     for server, info in infos.items():
         if str(info.get("weight_version")) != str(weight_version):
@@ -222,7 +222,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with most servers with as many ranks; skips a server without such peers."""
+    """Returns whether each server agrees with most servers of equally many ranks; skips a server that has no peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

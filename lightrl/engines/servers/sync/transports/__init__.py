@@ -2,9 +2,9 @@
 
 transport.py  WeightTransport, the interface; Streaming, the base of transports that send bucket by bucket; and three
               transports: through a folder that trainer and servers share, through shared memory on one host, and
-              through memory of the trainer's GPUs (not tested yet). The last two use a pickle
-broadcast.py  broadcasts in a process group of the trainer's rank 0 and all servers, with NCCL, or gloo on the CPU
-delta.py      sends only the changes, to a receiver on each server host, where servers load the result
+              through the memory of the trainer's GPUs (not tested yet). The last two use a pickle.
+broadcast.py  broadcasts in a process group of the trainer's rank 0 and all servers, over NCCL, or gloo on the CPU
+delta.py      sends only the changes, to a receiver on each server host; servers load the receiver's result
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""BroadcastTransport: broadcasts weights in a process group with the trainer and the servers."""
+"""BroadcastTransport: broadcasts weights in a process group of the trainer and the servers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from lightrl.weights import BroadcastGroup, Bucket, ServerForm
 from lightrl.weights.broadcast import listen
 
 _T = TypeVar("_T")
-_SERVER_GRACE_S = 10.0  # how much later than the group's deadline a server may answer
+_SERVER_GRACE_S = 10.0  # how long after the group's deadline a server may still answer
 
 
 class BroadcastTransport(Streaming):
-    """Sends by broadcast in a process group of this process and all servers: NCCL between GPUs, gloo on the CPU.
+    """Broadcasts in a process group of this process and all servers: over NCCL between GPUs, over gloo on the CPU.
 
     The group is formed at the first sync, and again when the set of servers changes. If a server dies during a
     transfer, or hangs for `transfer_timeout_s`, the group breaks; the other servers then get all weights from the copy,
     in a new group. The deadline applies to each bucket, and to forming the group.
 
-    The group's store listens at `trainer_host`, by default this machine's address on the route to the servers, on a
-    port that is open only at this address. The group's name is a secret.
+    The group's store listens only at `trainer_host`, by default this machine's address on the route to the servers. The
+    group's name is a secret.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class BroadcastTransport(Streaming):
         self._members = [server.url for server in servers.left]
 
     async def _join(self, servers: SyncServers) -> BroadcastGroup:
-        sizes = await servers.ask(num_ranks)  # removes dead servers, because a group waits for all its members
+        sizes = await servers.ask(num_ranks)  # also removes dead servers: a group waits for all its members
         servers.check_some_left()
         offsets = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=1), strict=False))
         world_size = 1 + sum(sizes.values())
@@ -84,10 +84,10 @@ class BroadcastTransport(Streaming):
         joining = asyncio.ensure_future(
             _within(
                 in_thread(self._make_group, name, place, listener),
-                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group have a deadline each
+                2 * self.transfer_timeout_s + _SERVER_GRACE_S,  # the store and the group each have a deadline
             )
         )
-        trying = SyncServers(servers.left, servers.timeout_s)  # if a server does not join, all others fail too
+        trying = SyncServers(servers.left, servers.timeout_s)  # if one server does not join, all fail
         await trying.ask(
             lambda server: server.client.init_weights_group(
                 name, replace(place, rank_offset=offsets[server]), timeout_s=self.transfer_timeout_s + _SERVER_GRACE_S
@@ -130,7 +130,7 @@ class BroadcastTransport(Streaming):
             try:
                 group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
             except WeightSyncError:
-                group.close()  # so that servers waiting for a dead one notice before their deadline
+                group.close()  # so that servers that wait for a dead one need not wait until their deadline
                 raise
 
         failed: list[Server] = []  # in order of failure
@@ -150,7 +150,7 @@ class BroadcastTransport(Streaming):
             await sending
         if not failed and sending.exception() is None:
             return
-        # Silent servers are lost. If there are none, the first server that failed is lost: it made the others fail.
+        # Silent servers are lost. If there are none, the first one that failed is lost: it made the others fail.
         for server in receiving.silent or failed[:1]:
             servers.lose(server, receiving.lost[server.url])
         servers.silent |= receiving.silent
@@ -160,10 +160,10 @@ class BroadcastTransport(Streaming):
 
 
 async def _within(step: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    """Limits the time of a step that may miss its own deadline, for example NCCL on a hung device."""
+    """Limits the time of a step that may miss its own deadline, such as NCCL on a device that hangs."""
     try:
         return await asyncio.wait_for(step, timeout_s)
     except TimeoutError as error:
         raise WeightSyncError(
-            f"This process did not send within {timeout_s:g} s. Check the trainer's GPU and network."
+            f"This process could not send within {timeout_s:g} s. Check the trainer's GPU and network."
         ) from error

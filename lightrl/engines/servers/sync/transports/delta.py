@@ -1,4 +1,4 @@
-"""DeltaTransport: sends only the changes to a receiver on each server host; the servers load its result."""
+"""DeltaTransport: sends only the changes, to a receiver on each server host; the servers load the receiver's result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _IN_FLIGHT = 4  # parts in flight: enough to hide round trips, few enough to limit memory
-_POLL_S = 0.2  # interval between requests to a receiver that is starting
+_POLL_S = 0.2  # interval between requests to a receiver that does not answer
 
 Answer = dict[str, Any]
 Answers = dict[str, Answer]  # address → answer, which contains `error` if the receiver failed
@@ -41,13 +41,13 @@ class DeltaTransport(WeightTransport):
     """Sends the changes since the last version while the trainer gathers weights and the servers generate.
 
     A receiver that lacks the last version, at the start or after a failure, gets the whole version. Receivers check the
-    digest of the result before a server loads it, so that periodic full syncs are not needed. A copy of the model stays
-    in the trainer's host memory.
+    digest of the result before a server loads it, so periodic full syncs are not needed. A copy of the model stays in
+    the trainer's host memory.
 
     Args:
         connect: opens the connection to the receiver at an address.
         receiver_of: returns the address of the receiver on a server's host, given the server's address.
-        wait_s: how long to wait for a receiver that does not answer, because it may be restarting.
+        wait_s: how long to wait for a receiver that does not answer; it may be restarting.
     """
 
     needs_bracket = False
@@ -102,7 +102,7 @@ class DeltaTransport(WeightTransport):
     async def _begin_sending(
         self, receivers: _Receivers, urls: Sequence[str], base: Version
     ) -> tuple[_Sending, _Sending]:
-        """Begins two uploads: of the delta to receivers that have the base, and of the whole version to the others."""
+        """Begins two uploads: the delta to receivers that have the base, and the whole version to the others."""
         states = await self._states(receivers, urls)
         reached = [url for url, state in states.items() if "error" not in state]
         has_base = [url for url in reached if base.digest and states[url]["digest"] == base.digest]
@@ -137,7 +137,7 @@ class DeltaTransport(WeightTransport):
         await server.client.update_weights_from_disk(folder, str(weight_version), timeout_s=timeout_s)
 
     async def _supply(self, servers: SyncServers, receivers: _Receivers, version: Version) -> None:
-        """Sends the version to the receivers that lack it; servers whose receiver does not accept it are lost."""
+        """Sends the version to the receivers that lack it; a server is lost if its receiver does not accept it."""
         urls = [url for url in self._urls(servers) if url not in self._folders]
         states = await self._states(receivers, urls)
         errors = {url: state["error"] for url, state in states.items() if "error" in state}
@@ -157,7 +157,7 @@ class DeltaTransport(WeightTransport):
             self.num_bytes += full.num_bytes
             errors |= full.errors
         reasons = {url: f"the weight receiver {url}: {errors.get(url, 'it lacks the version')}" for url in urls}
-        if not self._folders:  # the servers are not the cause, and keep their weights
+        if not self._folders:  # no server is at fault; all keep their weights
             raise WeightSyncError("; ".join(reasons.values()))
         for server in list(servers.left):
             url = self._receiver_of(server.url)
@@ -197,7 +197,7 @@ class _Receivers:
         self, urls: Sequence[str], path: str, body: dict[str, object] | bytes, fields: dict[str, object] | None = None
     ) -> Answers:
         """Sends the same request to these receivers concurrently."""
-        receivers = list(urls)  # a copy, because the caller may remove some meanwhile
+        receivers = list(urls)  # a copy, because the caller may remove some during the requests
         query = f"?{urlencode(fields)}" if fields else ""
 
         async def ask(url: str) -> Answer:
@@ -249,7 +249,7 @@ class _Sending:
         await self._ask("/begin", {"session": self._session, "base": self._base})
 
     async def send(self, parts: Iterable[bytes]) -> None:
-        """Sends the parts; the last of them may still be in flight when it returns."""
+        """Sends the parts; the last ones may still be in flight when it returns."""
         if not self.urls:
             return
         iterator = iter(parts)

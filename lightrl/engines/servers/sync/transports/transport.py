@@ -25,16 +25,16 @@ GPU_PART_BYTES = 2**29  # size of a block in GPU memory
 
 
 class WeightTransport(Protocol):
-    """Sends a version's bytes to servers, in one sync at a time. May keep a version for late servers."""
+    """Sends a version's bytes to servers, one sync at a time. May keep a version for servers that join late."""
 
     needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much as possible while the servers still generate; on WeightSyncError, servers are untouched."""
+        """Does as much as possible while the servers still generate; if it fails, their weights are untouched."""
         ...
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Loads the version into the remaining servers, which are paused; returns the number of bytes sent."""
+        """Loads the version into the servers that are left, which are paused; returns the number of bytes sent."""
         ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
@@ -52,7 +52,7 @@ class WeightTransport(Protocol):
 
 
 class Streaming(WeightTransport):
-    """Sends bucket by bucket while servers are paused; a server that fails in between has a mixture of weights.
+    """Sends bucket by bucket while servers are paused; a server that fails midway has a mixture of weights.
 
     A copy of the model stays in host memory, for servers that join late or whose group broke.
     """
@@ -97,7 +97,7 @@ class Streaming(WeightTransport):
 
     @abstractmethod
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
-        """Sends a bucket to all servers; the last one comes with a `version` and also flushes the servers' caches."""
+        """Sends a bucket to all servers; only the last has a `version`, and makes the servers flush their caches."""
 
     async def _stream(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         """Sends the buckets to all servers; returns the number of bytes."""
@@ -118,7 +118,7 @@ class Streaming(WeightTransport):
 class SharedMemoryTransport(Streaming):
     """Sends through shared memory on one host. **SGLang requires a pickle**: see weights/shared_memory.py.
 
-    A bucket is sent in parts of at most `part_bytes`, unless a tensor is larger, to keep the shared block small.
+    To keep the shared block small, a bucket is sent in parts of at most `part_bytes`, unless a tensor is larger.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = PART_BYTES) -> None:
@@ -145,7 +145,7 @@ class CudaIpcTransport(SharedMemoryTransport):
     """Sends like SharedMemoryTransport, but through a block in rank 0's GPU memory instead of host memory.
 
     Each tp rank of a server gets a handle to the block. A rank on another GPU reads it over NVLink or PCIe, which needs
-    peer access between the two. **SGLang requires a pickle**: see weights/shared_memory.py.
+    peer access between the two GPUs. **SGLang requires a pickle**: see weights/shared_memory.py.
     """
 
     def __init__(self, form: ServerForm | None = None, *, part_bytes: int = GPU_PART_BYTES) -> None:
@@ -154,7 +154,7 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 class DiskTransport(WeightTransport):
-    """Writes a folder that trainer and servers share, while the servers generate; then each server loads it."""
+    """Writes a folder that trainer and servers share while the servers generate; then each server loads it."""
 
     needs_bracket = False
 
@@ -176,7 +176,7 @@ class DiskTransport(WeightTransport):
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         folder = self.folder.path_of(weight_version)
-        # Without this check, SGLang would read a bad folder again in its rollback, and crash.
+        # Without this check, SGLang would read a bad folder, read it again to roll back, and crash.
         if not await self._on_disk(servers, is_whole, folder):
             raise WeightSyncError(f"The folder {str(folder)!r} is incomplete: a file is missing or truncated.")
         await servers.ask(
@@ -187,7 +187,7 @@ class DiskTransport(WeightTransport):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     async def _on_disk(self, servers: SyncServers, step: Callable[..., _T], *arguments: Any) -> _T:
-        """Runs a step in a thread, which is abandoned if a network folder hangs."""
+        """Runs a step in a thread, and abandons the thread if a network folder hangs."""
         try:
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except TimeoutError as error:
