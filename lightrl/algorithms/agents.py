@@ -1,4 +1,4 @@
-"""Advantages of agents: each is compared with the same agent, not with the others of its episode.
+"""Advantages per agent: an agent is compared with the same agent in other episodes, not with others in its episode.
 
 Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents of one role in an episode.
 """
@@ -41,18 +41,18 @@ def check_agents(module: RLModule) -> None:
 
 
 def agent_advantages(module: RLModule, experience: Any) -> Any:
-    """Returns advantages of trajectories with the column `agents`, [b, T]; a user's `advantages` is called instead.
+    """Returns the advantages, [b, T], of trajectories with the column `agents`. A user's `advantages` takes precedence.
 
-    An agent's reward is the sum of its tokens' rewards. Its baseline is the mean of its role over the trajectory's
-    group, with `advantage_mean: batch` over the iteration. If its role has several agents in the episode, such as the
-    solvers of one proposed task, they are a group of their own: the mean is over them. A trajectory without agents, as
-    of another source, gets its group's advantage.
+    An agent's reward is the sum of its tokens' rewards. Its baseline is the mean reward of its role over the
+    trajectory's group, or over the iteration with `advantage_mean: batch`. If an episode has several agents of one
+    role, such as the solvers of one proposed task, they form their own group, and the mean is over them. A trajectory
+    without agents, for example from another data source, gets its group's advantage.
 
-    Source: role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119, with the group's mean instead of a
+    Source: role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119, but with the group mean instead of a
     moving average.
 
     Raises:
-        ValueError: if the algorithm has no such baseline, or the rewards are not per agent.
+        ValueError: if the algorithm has no baseline per agent, or the rewards are not per agent.
     """
     kind = type(module).advantages
     if kind is not GRPO.advantages and not kind.__module__.startswith("lightrl."):
@@ -62,7 +62,7 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     local, rows = experience.local, experience.local_rows
     agents, token_rewards = local["agents"], local.token_rewards
     role, copy = agents.clamp(min=0) // COPIES, agents.clamp(min=0) % COPIES
-    # A row whose reward is one number has NaN in a column of rewards that other rows have (columns/rewards.py).
+    # A row whose reward is a single number has NaN here if other rows have token rewards (columns/rewards.py).
     lacks_rewards = (agents >= 0) if token_rewards is None else (agents >= 0) & token_rewards.isnan()
     largest = torch.tensor([int(part.max()) if part.numel() else 0 for part in (role, copy, lacks_rewards)])
     num_roles, num_copies, has_missing = (experience.total(largest, "max") + 1).tolist()
@@ -78,7 +78,7 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     groups = torch.unique(experience.group_ids, return_inverse=True)[1]
     for columns in torch.arange(num_roles * num_copies).view(num_roles, num_copies).unbind():
         has, values = present[:, columns], earned[:, columns]
-        # A group for each group of trajectories and, where the role has several agents, one for each trajectory.
+        # Compare within the group of trajectories or, if a trajectory has several agents of this role, within it.
         ids = torch.where(has.sum(1) > 1, len(groups) + torch.arange(len(groups)), groups)[:, None].expand_as(values)
         result = torch.zeros_like(values)
         result[has] = module.group_advantages_of(values[has], ids[has])

@@ -25,8 +25,8 @@ from lightrl.models.chat_template import ChatTemplate, Messages
 from lightrl.strategies.sharded_experience.other_prompts import SAME, OtherPrompts
 from lightrl.trajectory import Prompt, Trajectory
 
-# Returns what teachers read instead of a trajectory's prompt: the text of a user message, messages, or token ids; None
-# for the policy's own prompt.
+# Returns what teachers read instead of a trajectory's prompt: the text of a user message, messages, or token ids. None
+# keeps the policy's prompt.
 TeacherPrompt = Callable[[Trajectory], "str | Messages | list[int] | None"]
 
 
@@ -41,12 +41,12 @@ class Distillation(GRPO):
     costs 12 · K bytes and K more logprobs per token. Its gradient does not depend on how the trajectory was sampled, so
     stale trajectories need no importance weights.
 
-    Both models compute logprobs at the same sampling temperature; the teacher must have the policy's tokenizer.
+    Both models compute logprobs at the same sampling temperature. The teacher must have the policy's tokenizer.
 
-    `teachers` gives each source of the data, or each row, a teacher of its own, which reads only its trajectories. With
-    `teacher_prompt`, teachers read another prompt than the policy, such as the answer, a hint, or feedback on the
-    finished trajectory, and then the policy's tokens. Without any teacher, the policy learns from itself with that
-    prompt, with its weights at the start of the update.
+    `teachers` assigns a teacher to each data source, or to each row; it reads only these trajectories. With
+    `teacher_prompt`, teachers read a different prompt before the policy's tokens, such as the answer, a hint, or
+    feedback on the finished trajectory. Without a teacher, the policy teaches itself: it reads that prompt with its
+    weights at the start of the update.
 
     It logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens. With `teacher_topk` it
     also logs `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability
@@ -58,17 +58,17 @@ class Distillation(GRPO):
 
     Args:
         policy: the student.
-        teacher: the model to imitate; frozen. With `teachers`, the teacher of all other trajectories; None without
-            `teachers` is the policy itself, with `teacher_prompt`.
+        teacher: the model to imitate; frozen. With `teachers`, it teaches all other trajectories. If there is no
+            teacher at all, the policy itself is the teacher, which needs `teacher_prompt`.
         teachers: name → teacher. The name is the label of a data source, or a row's value of `teacher_column`.
-        teacher_column: the column of the data that names a row's teacher; None uses the label of the row's source.
-        teacher_prompt: a function, or its dotted path, that takes a trajectory with its reward and returns what
-            teachers read instead of everything before the policy's first token: a user message's text, messages, token
-            ids, or None for no change. It runs on rank 0. Trajectories of several conversations are refused.
+        teacher_column: the data column that names a row's teacher; None uses the label of the row's source.
+        teacher_prompt: a function, or its dotted path, that takes a rewarded trajectory and returns what teachers
+            read instead of everything before the policy's first token: the text of a user message, messages, token
+            ids, or None for no change. It runs on rank 0. Trajectories with several conversations are refused.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
-        reward: is computed and logged, but trained on only with `reward_coef`.
+        jsd_beta: the teacher's share, between 0 and 1, of the mixture that `jsd` compares both models with.
+        reward: always computed and logged, but trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, which are added to the teacher's advantages.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
         kwargs: further arguments of GRPO.
@@ -130,10 +130,10 @@ class Distillation(GRPO):
         if teacher_topk is not None and self.sampling.is_truncated:
             raise ValueError(
                 f"teacher_topk={teacher_topk} compares the teacher's top-k tokens, which truncated sampling may "
-                "leave out. Set sampling.top_p to 1 and top_k to -1, or leave teacher_topk out."
+                "leave out. Set sampling.top_p to 1 and top_k to -1, or remove teacher_topk."
             )
         if teacher_topk is not None and self.score_centering:
-            raise ValueError("score_centering and teacher_topk read different tokens' logprobs. Leave out one of them.")
+            raise ValueError("score_centering and teacher_topk need logprobs of different tokens. Remove one of them.")
         roles = {} if teacher is None else {"teacher": Role.of(teacher)}
         self.teacher_roles = roles | {f"teacher_{name}": Role.of(spec) for name, spec in (teachers or {}).items()}
         self.teacher_column = teacher_column
@@ -156,7 +156,7 @@ class Distillation(GRPO):
                 )
 
     def setup(self, stage: str) -> None:
-        """Checks that each labeled source has a teacher, and each teacher a source, before a model is built."""
+        """Checks, before a model is built, that each labeled source has a teacher and each teacher has a source."""
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
         names = [name.removeprefix("teacher_") for name in self.teacher_roles if name != "teacher"]
@@ -166,8 +166,8 @@ class Distillation(GRPO):
         missing = [] if "teacher" in self.teacher_roles else [label for label in labels if label not in names]
         if missing or not set(names) <= set(labels):
             raise ValueError(
-                f"teachers are named {names}, but the train data's sources {labels}. Give each teacher the label of a "
-                "source, and set teacher for sources without one; or name each row's teacher in a teacher_column."
+                f"teachers are named {names}, but the train data's sources {labels}. Name each teacher after a source, "
+                "and set teacher for sources without one; or name each row's teacher in a teacher_column."
             )
 
     def reward(self, trajectory: Trajectory) -> object:
@@ -181,7 +181,7 @@ class Distillation(GRPO):
         outputs: tuple[str, ...] = ("teacher_logprobs",)
         if self.teacher_topk is not None:
             outputs = (*outputs, "teacher_topk_ids", "teacher_topk_logprobs")
-        # Servers first: rank 0 then has no rows of other teachers' outputs to complete.
+        # Call servers first: then rank 0 has no rows from other teachers to complete.
         roles = sorted(self.teacher_roles, key=lambda name: self.teacher_roles[name].spec.url is None) or ["policy"]
         is_plain = roles == ["teacher"] and self.teacher_prompt is None
         inputs = ("token_ids",) if self.teacher_prompt is None else ("token_ids", "rewards")
@@ -202,10 +202,10 @@ class Distillation(GRPO):
         return [*super().model_calls(), *teachers]
 
     def prompts_of(self, role: str, trajectories: Sequence[Trajectory]) -> list[list[int] | None]:
-        """Returns the prompt that a teacher reads of each trajectory: token ids, SAME, or None if another teacher does.
+        """Returns the prompt that a teacher reads for each trajectory: token ids, SAME, or None for another teacher's.
 
         Raises:
-            ValueError: if a trajectory has no teacher, or exceeds the teacher's context with its new prompt.
+            ValueError: if a trajectory has no teacher, or does not fit in the teacher's context with its new prompt.
             TrainingError: if `teacher_prompt` raises.
         """
         spec = self.models()[role].spec
@@ -219,8 +219,8 @@ class Distillation(GRPO):
             num = len(prompt) + len(item.token_ids) - OtherPrompts.start_of(item)
             if prompt and longest is not None and num > longest:
                 raise ValueError(
-                    f"teacher_prompt of prompt {item.prompt.id!r} has {len(prompt)} tokens, which with the policy's "
-                    f"make {num}, but the {role}'s context is {longest}. Shorten it, or lower max_new_tokens."
+                    f"teacher_prompt of prompt {item.prompt.id!r} has {len(prompt)} tokens; with the policy's tokens "
+                    f"these are {num}, but the {role}'s context is {longest}. Shorten it, or lower max_new_tokens."
                 )
             prompts.append(prompt)
         return prompts
@@ -234,7 +234,7 @@ class Distillation(GRPO):
             where = "its source's label" if self.teacher_column is None else f"its column {self.teacher_column!r}"
             raise ValueError(
                 f"Prompt {prompt.id!r} has no teacher: {where} is {name!r}, but teachers are "
-                f"{[*self.teacher_roles]}. Add it, or set teacher, which teaches all others."
+                f"{[*self.teacher_roles]}. Add this teacher, or set teacher as the default."
             )
         return "teacher" if self.teacher_roles else "policy"
 
@@ -278,7 +278,7 @@ class Distillation(GRPO):
         }
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Raises ValueError if a top-k id is outside the policy's vocabulary; a teacher's server may return one."""
+        """Raises ValueError if a top-k id (for example from a server) is outside the policy's vocabulary."""
         num_ids, largest = self.policy_config.get_text_config().vocab_size, int(ids.max()) if ids.numel() else 0
         if largest >= num_ids:
             raise ValueError(

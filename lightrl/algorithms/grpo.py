@@ -36,7 +36,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class FamilySettings(SharedSettings, total=False):
-    """Arguments of GRPO that every algorithm accepts, for type checkers. The classes below have those that some fix."""
+    """Arguments of GRPO that every algorithm accepts, for type checkers. The classes below list those that some fix."""
 
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
@@ -77,7 +77,7 @@ class WeightsSettings(TypedDict, total=False):
 
 
 class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
-    """Arguments of algorithms that fix the baseline and choose `group_size`."""
+    """Arguments of algorithms that set the baseline and `group_size` themselves."""
 
 
 class GRPO(RLModule):
@@ -98,14 +98,14 @@ class GRPO(RLModule):
         advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
         advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
         leave_one_out: exclude the trajectory itself from its mean.
-        decoupled: True for the decoupled loss described above, or ImportanceWeights to bound its weights.
+        decoupled: True for the decoupled loss described above, or ImportanceWeights to bound the weights.
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: a penalty added to the reward of completions near the length limit.
         reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
-        score_centering: correct the mean of the score where the engine's probabilities differ from the trainer's, at
-            `sampling.topk_logprobs` tokens (functional/centering.py). In later updates of an iteration, bounded
-            importance weights of these tokens use the policy in place of the proximal policy.
+        score_centering: correct the mean of the score for differences between the engine's and the trainer's
+            probabilities, on the `sampling.topk_logprobs` most likely tokens (functional/centering.py). In later
+            updates of an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
         kwargs: further arguments of RLModule.
     """
 
@@ -146,7 +146,7 @@ class GRPO(RLModule):
         if overlong_penalty is not None and self.workflow is not None:
             raise ValueError(
                 "overlong_penalty compares a trajectory with the length limit of one completion, so it does not work "
-                "with a workflow. Put the penalty into the reward."
+                "with a workflow. Add the penalty in the reward function."
             )
         self.clip_low = clip_low
         self.clip_high = clip_high
@@ -166,7 +166,7 @@ class GRPO(RLModule):
         check_centering(score_centering, self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
-        # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
+        # Evaluate the equations on one token to reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         clipped_ratio_loss(one, one, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
         self.group_advantages_of(one[0], one[0])
@@ -197,7 +197,7 @@ class GRPO(RLModule):
         return self.group_advantages_of(self.shaped_rewards(experience), experience.group_ids)
 
     def group_advantages_of(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """Returns the advantages, [N], of rewards [N] in these groups, [N], with the module's baseline."""
+        """Returns the advantages, [N], of these rewards, [N], in these groups, [N], with the module's baseline."""
         mean, std = self.advantage_mean, self.advantage_std
         return group_advantages(rewards, group_ids, mean=mean, std=std, leave_one_out=self.leave_one_out)
 
@@ -227,7 +227,7 @@ class GRPO(RLModule):
             metrics["kl_reference_nats"] = divergence.detach()
         if self.entropy_coef:
             if not self.needs_entropy_gradient:
-                raise ValueError("entropy_coef was 0 in the constructor, so entropies have no gradient. Set it there.")
+                raise ValueError("entropy_coef was 0 in the constructor, so the entropy has no gradient. Set it there.")
             loss = loss - self.entropy_coef * outputs.entropy
         return {"loss": loss, ESS_WEIGHTS: gradient_weights, **metrics}
 
@@ -242,19 +242,19 @@ class GRPO(RLModule):
         return experience["proximal_logprobs"]
 
     def ratio(self, logprobs: Tensor, center: Tensor, loss_mask: Tensor) -> Tensor:
-        """Returns policy ÷ center of the clip, [B, T], for each token or for its whole trajectory."""
+        """Returns the ratio of the policy to the clip's center, [B, T], per token or for the whole trajectory."""
         if self.ratio_level == "sequence":
             return sequence_ratio(logprobs, center, loss_mask)
         return policy_ratio(logprobs, center)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        """Returns the factor on each token's policy gradient in `policy_loss`, [B, T], detached."""
+        """Returns the factor that `policy_loss` puts on each token's policy gradient, [B, T], detached."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
 
     def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Returns the factor on the policy gradient of tokens with these log-ratios to the behavior policy, [B, T, K].
 
-        For `score_centering`, which a class that overrides `policy_loss` without this method refuses.
+        `score_centering` needs it, so a class that overrides `policy_loss` must also override this method.
         """
         if self.importance_weights is not None:
             every_token = torch.ones_like(log_ratio, dtype=torch.bool)

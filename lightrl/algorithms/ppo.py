@@ -1,4 +1,4 @@
-"""PPO: proximal policy optimization with a critic, which is GRPO's clipped loss with per-token advantages."""
+"""PPO: proximal policy optimization with a critic. The loss is GRPO's clipped loss with per-token advantages."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ class AllButCritic(FamilySettings, ReductionSettings, ClipSettings, RatioSetting
 
 
 class PPO(GRPO):
-    """A clipped policy gradient whose baseline is a critic, a network that predicts the future reward at each token.
+    """A clipped policy gradient with a critic as its baseline: a network that predicts the future reward at each token.
 
     One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a separate
-    parameter group. The decoupled and dual-clipped variants are settings of GRPO's loss.
+    parameter group. GRPO's settings `decoupled` and `dual_clip` give the variants of those names.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
 
     Args:
         policy: the model to train.
-        critic: the checkpoint that the critic starts from: a language or reward model. None uses the policy's.
-            `shared` makes the critic a head on the policy's body: one backward pass, no second model. The head starts
-            at 0 and is saved only in checkpoints.
+        critic: the checkpoint that the critic starts from, a language or reward model; None uses the policy's. `shared`
+            makes the critic a head on the policy's body: one backward pass, no second model. The head's weights start
+            at 0 and are saved only in checkpoints.
         gamma: discount per loss token.
         lam: λ of generalized advantage estimation; 0 relies on the critic's values, 1 on the rewards.
         bootstrap_truncated: use the critic's value as the estimate of rewards after a truncated end. Set False if the
@@ -162,7 +162,7 @@ class PPO(GRPO):
         self.critic_warmup_iterations = critic_warmup_iterations
         self.whiten_advantages = whiten_advantages
         self.early_stop = early_stop
-        # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
+        # Evaluate the equations on one token to reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         gae(one, one, one.bool(), gamma, lam)
         value_loss(one, one, one, value_clip=value_clip, huber_delta=huber_delta)
@@ -196,7 +196,7 @@ class PPO(GRPO):
         return [dataclasses.replace(calls[0], inputs=inputs)]
 
     def resting_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """Returns the policy's parameters while only the critic's head on its body trains; otherwise no parameters."""
+        """Returns the policy's parameters while only the critic's head trains; otherwise no parameters."""
         return self.policy.parameters() if self.is_warming_up and self.shares_body else ()
 
     def saved_roles(self) -> list[str]:
@@ -289,8 +289,8 @@ class PPO(GRPO):
         if saved is not None and (saved.get("body") is not None) != self.shares_body:
             raise ValueError(
                 f"The checkpoint's critic is {'a separate model' if self.shares_body else 'a head on the policy'}, "
-                "but this run's critic is not. Set critic as in that run, or start a new run from exports of the "
-                "checkpoint's policy and critic."
+                "but this run's critic is not. Set critic as in the earlier run, or start a new run from exports of "
+                "the checkpoint's policy and critic."
             )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")

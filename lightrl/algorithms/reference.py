@@ -1,4 +1,4 @@
-"""The KL divergence from a reference policy, which is added to the loss or subtracted from the reward.
+"""The KL divergence from a reference policy, added to the loss or subtracted from the reward.
 
 Shapes: B trajectories, T tokens. Every [B, T] tensor is aligned to the token it describes; logprobs are in nats.
 """
@@ -27,8 +27,8 @@ class ReferenceKL:
         coef: weight of the term, above 0.
         model: the reference policy, usually the checkpoint that training starts from. None requires LoRA and uses the
             initial policy: the model without its adapters, which costs no memory, or with `lora.adapter` a frozen copy.
-        estimator: "k2", whose on-policy gradient is that of the KL, or "k3". "k1" is for a KL subtracted from the
-            reward; as a loss, its gradient is 0 in expectation. None uses k3 in the loss and k1 in the reward.
+        estimator: "k2" (its on-policy gradient is the KL's gradient) or "k3". "k1" is for a KL subtracted from the
+            reward: as a loss, its gradient is 0 in expectation. None uses k3 in the loss and k1 in the reward.
     """
 
     coef: float
@@ -37,7 +37,7 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ValueError(f"coef of reference must be above 0, got {self.coef}. Leave out reference for no KL term.")
+            raise ValueError(f"reference.coef must be above 0, got {self.coef}. For no KL term, leave out reference.")
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
@@ -49,7 +49,7 @@ class ReferenceKL:
             )
         if self.estimator == "k1" and not in_reward:
             raise ValueError(
-                "estimator of reference must be k2 or k3 where the KL is in the loss, got 'k1': its gradient is 0 in "
+                "reference.estimator must be k2 or k3 if the KL is in the loss, got 'k1', whose gradient is 0 in "
                 "expectation. k1 is for a KL in the reward."
             )
 
@@ -71,7 +71,7 @@ class ReferenceKL:
 
 @dataclass(frozen=True)
 class AdaptiveKL(ReferenceKL):
-    """PPO's KL term, in the reward or in the loss; its weight can adapt, and its reference can move.
+    """PPO's KL term, in the reward or in the loss. The weight can adapt, and the reference can move.
 
     Args:
         coef, model, estimator: as in ReferenceKL; `coef` is the initial weight.
@@ -109,7 +109,7 @@ class AdaptiveKL(ReferenceKL):
         reference = self.role(policy)
         if reference is None or reference.spec.url is not None:
             raise ValueError(
-                f"reference.decay={self.decay} moves the reference policy, but the reference is behind a server, or is "
+                f"reference.decay={self.decay} moves the reference policy, but the reference is on a server, or is "
                 "the policy without its adapters. Set reference.model to the checkpoint that training starts from."
             )
         if reference.mesh != policy.mesh:
@@ -119,12 +119,12 @@ class AdaptiveKL(ReferenceKL):
             )
         if policy.tuning.keeps_base:
             raise ValueError(
-                f"reference.decay={self.decay} moves the reference towards all of the policy's weights, but lora "
-                "trains none of them. Leave out decay, or train all weights."
+                f"reference.decay={self.decay} moves the reference towards the policy's weights, but lora does not train "
+                "them. Leave out decay, or train all weights."
             )
 
     def check_models(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-        """Raises ValueError if a moving reference and the policy have parameters of different names or shapes."""
+        """Raises ValueError if a moving reference and the policy differ in the names or shapes of their parameters."""
         left, right = (
             {name: tuple(value.shape) for name, value in model.named_parameters()} for model in (reference, policy)
         )

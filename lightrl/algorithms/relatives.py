@@ -43,7 +43,7 @@ from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.rollout import GroupFilter, RolloutSettings
 from lightrl.trajectory import Group, Trajectory
 
-# What the constructors pass on to GRPO, for type checkers: all but what they fix or give another default.
+# For type checkers: the arguments that constructors pass on to GRPO, without those they fix or give another default.
 
 
 class AllButStatistics(RelativeSettings, GroupSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
@@ -174,9 +174,9 @@ class ReinforceBaseline(GRPO):
 
 
 class GSPO(GRPO):
-    """GRPO with one ratio, and one clip, for the whole trajectory instead of each token.
+    """GRPO with one ratio and one clip per trajectory instead of per token.
 
-    Source: https://arxiv.org/abs/2507.18071, also for the clip bounds.
+    Source: https://arxiv.org/abs/2507.18071, including the clip bounds.
     """
 
     def __init__(
@@ -234,12 +234,12 @@ class CISPO(GRPO):
 
 
 class SAPO(GRPO):
-    """GRPO with a smooth gate instead of the clip: off-policy, gradients decay, and faster for advantages below 0.
+    """GRPO with a smooth gate instead of the clip: off-policy gradients decay, faster if the advantage is negative.
 
-    Source: https://arxiv.org/abs/2511.20347, also for the temperatures.
+    Source: https://arxiv.org/abs/2511.20347, including the temperatures.
 
     Args:
-        temperature_positive, temperature_negative: the gate's temperatures for advantages above 0, and for others.
+        temperature_positive, temperature_negative: the gate's temperatures for advantages above 0 and for all others.
         kwargs: GRPO's, except its clip.
     """
 
@@ -265,7 +265,7 @@ class SAPO(GRPO):
 class LitePPO(GRPO):
     """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.
 
-    The standard deviation is around the mean of all rewards in the batch; in AReaL it is around the group means.
+    The standard deviation is measured from the mean of all rewards in the batch, in AReaL from the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -289,7 +289,7 @@ class LitePPO(GRPO):
 
 
 class ReinforcePlusPlus(GRPO):
-    """REINFORCE++, which needs no groups and no critic: a token's advantage is its return, normalized over the batch.
+    """REINFORCE++: a token's advantage is its return, normalized over the batch. Needs neither groups nor a critic.
 
     With `reference`, the KL of each token (behavior ‖ reference) is subtracted from its reward, as in PPO.
 
@@ -334,18 +334,18 @@ class ReinforcePlusPlus(GRPO):
 
 
 class GDPO(GRPO):
-    """GRPO with several rewards: each is normalized within its group by itself, so none drowns in another's deviation.
+    """GRPO with several rewards: each is normalized separately, so a reward with a large deviation hides no others.
 
-    The normalized rewards are added up with weights, and the sums are normalized over the batch. Two trajectories of a
-    group have equal advantages only if all their rewards are equal, not already if the sums are.
+    Each reward is normalized within its group. Their weighted sums are then normalized over the batch. Two trajectories
+    of a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
 
     Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
 
     Args:
-        reward_weights: the rewards that count and their weights, by the name in the reward's metrics: of a RewardPart,
-            or of a number that the reward function returns. A trajectory without one of them is dropped as a failed
-            reward. The reward itself is logged, but not trained on.
-        kwargs: GRPO's, except its statistics and what changes the one reward.
+        reward_weights: name → weight of each reward to train on. The name is that of a RewardPart, or of a number that
+            the reward function returns. If a trajectory lacks one of them, its reward counts as failed, and it is
+            dropped. The reward itself is logged, but not trained on.
+        kwargs: arguments of GRPO, except its statistics and settings that change the reward.
     """
 
     def __init__(
@@ -399,13 +399,13 @@ class GDPO(GRPO):
 
 
 class M2PO(GRPO):
-    """Instead of clipping, masks the tokens with the largest squared log-ratios, until the others' mean is in bounds.
+    """Instead of clipping, masks the tokens with the largest squared log-ratios until the others' mean is in bounds.
 
     M2PO is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
     the proximal policy with the behavior policy, once per iteration, which costs a forward pass. A masked token still
-    counts in the loss's denominator.
+    counts in the denominator of the loss.
 
-    Source: https://arxiv.org/abs/2510.01161, also for the threshold.
+    Source: https://arxiv.org/abs/2510.01161, including the threshold.
 
     Args:
         second_moment_threshold: bound on the mean of log_ratio², in nats².
@@ -419,7 +419,7 @@ class M2PO(GRPO):
     ) -> None:
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
         if self.importance_weights is not None and self.importance_weights.approximate_proximal:
-            raise ValueError("M2PO's mask needs the exact proximal logprobs: leave out decoupled.approximate_proximal.")
+            raise ValueError("M2PO's mask needs exact proximal logprobs. Remove decoupled.approximate_proximal.")
         check_effect("with M2PO's mask, which compares tokens", score_centering=(self.score_centering, False))
         if not second_moment_threshold > 0:
             raise ValueError(
@@ -448,7 +448,7 @@ class OAPL(GRPO):
     """Regresses the log-ratio (policy ÷ behavior policy) on an optimal advantage, so stale data needs no correction.
 
     A trajectory's loss is the sum over its tokens, divided by a constant (`fixed`). The sum also accumulates the
-    engine's rounding of every token: before using long completions, check `policy/kl_behavior_nats` on-policy.
+    engine's rounding errors: before using long completions, check `policy/kl_behavior_nats` on-policy.
 
     Source: https://arxiv.org/abs/2602.19362, with one temperature instead of two.
 
@@ -498,7 +498,7 @@ class OAPL(GRPO):
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; the weights of all others fall with their likelihood.
+    """Imitates trajectories that were better than expected; the weight of each other one falls with its likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
@@ -519,12 +519,12 @@ class TOPR(GRPO):
 
 
 class DPPO(GRPO):
-    """Removes a token's gradient once the divergence from the behavior policy, instead of the ratio, exceeds a bound.
+    """Removes a token's gradient once its divergence from the behavior policy (not its ratio) exceeds a bound.
 
     Source: https://arxiv.org/abs/2602.04879, with its binary KL.
 
     Args:
-        max_nats: bound on the divergence between two outcomes: the sampled token, or any other.
+        max_nats: bound on the divergence over two outcomes, the sampled token or any other.
         kwargs: GRPO's, except its clip.
     """
 

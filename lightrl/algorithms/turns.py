@@ -31,24 +31,24 @@ class AllButSteps(AllButBaseline, StatisticsSettings, total=False):
 
 
 class GiGPO(GRPO):
-    """Adds to a trajectory's group advantage an advantage of each turn, for environments with several turns.
+    """Adds an advantage per turn to the trajectory's group advantage, for environments with several turns.
 
-    A turn's return is its reward plus the discounted rewards of later turns. It is compared with the returns of the
-    turns, in trajectories of the same prompt, before which the environment showed the same observation (`state`): what
-    the policy did there differs, what it knew of the environment does not. A turn that no other resembles gets only the
-    trajectory's advantage, as do tokens of no turn, for example of another source. `step_groups: turn` compares turns
-    with the same index; with `episode_weight: 0`, these are plain returns over turns. The rewards of turns come from
-    `MultiTurn`, with its `discount` at 1, and `lightrl.rewards.environment_reward`.
+    A turn's return is its reward plus the discounted rewards of later turns. With `step_groups: state`, it is compared
+    with the returns of other turns that follow the same observation in trajectories of the same prompt: the policy saw
+    the same, but acted differently. A turn without a match gets only the trajectory's advantage, and so do tokens
+    outside turns, for example from another data source. `step_groups: turn` compares turns with the same index; with
+    `episode_weight: 0`, these are plain returns over turns. The rewards of turns come from `MultiTurn`, with its
+    `discount` at 1, and `lightrl.rewards.environment_reward`.
 
-    Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper's observations are texts of the environment;
-    here the tokens between two turns are compared, so a template that numbers the turns separates them.
+    Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper compares texts of the environment; here the
+    tokens between two turns are compared, so turns never match if the chat template numbers them.
 
     Args:
         step_weight: weight of the turns' advantages; the paper's omega.
         episode_weight: weight of the trajectory's advantage.
-        discount: gamma, for each turn between a turn and a later reward.
+        discount: gamma, applied once per turn between a turn and a later reward.
         step_groups: which turns are compared, `state` or `turn`.
-        kwargs: GRPO's; `advantage_mean` and `advantage_std` also apply to groups of turns.
+        kwargs: arguments of GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
     """
 
     advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # turns of all ranks
@@ -118,7 +118,7 @@ def turns_of(turn_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the row and index of each turn, int64 [N] each, in order, and the turn of each token, int64 [B, T].
 
     Args:
-        turn_indices: int64 [B, T], -1 for tokens of no turn, which also get turn -1.
+        turn_indices: int64 [B, T], -1 for tokens outside turns; the result also has -1 there.
     """
     rows = torch.arange(len(turn_indices))[:, None].expand_as(turn_indices)
     is_sampled = turn_indices >= 0
@@ -133,8 +133,8 @@ def discounted_returns(rewards: Tensor, rows: Tensor, discount: float) -> Tensor
     """Returns each turn's reward plus the discounted rewards of the later turns of its row, [N].
 
     Args:
-        rewards: [N], of the turns; those of a row are consecutive and in order.
-        rows: int64 [N].
+        rewards: the turns' rewards, [N]; the turns of a row are consecutive and in order.
+        rows: the turns' rows, int64 [N].
     """
     returns = rewards.clone()
     for index in range(len(rewards) - 2, -1, -1):

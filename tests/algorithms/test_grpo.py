@@ -198,7 +198,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
     ("settings", "message"),
     [
         ({"reference": ReferenceKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
-        ({"reference": ReferenceKL(0.1, tiny_spec(), "k1")}, "must be k2 or k3 where the KL is in the loss, got 'k1'"),
+        ({"reference": ReferenceKL(0.1, tiny_spec(), "k1")}, "must be k2 or k3 if the KL is in the loss, got 'k1'"),
         ({"clip_low": -0.1}, "clip_low must be >= 0, got -0.1"),
         ({"dual_clip": 0.5}, "dual_clip must be above 1"),
         ({"ratio_level": "seq"}, "ratio_level must be token or sequence, got 'seq'"),

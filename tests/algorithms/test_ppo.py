@@ -102,7 +102,7 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
     ("settings", "message"),
     [
         ({"reference": AdaptiveKL(0.1)}, "reference needs a model: the policy has no LoRA adapters"),
-        ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 where the KL is in the loss"),
+        ({"reference": replace(KL, in_reward=False, estimator="k1")}, "must be k2 or k3 if the KL is in the loss"),
         ({"value_coef": -0.1}, "value_coef must be >= 0, got -0.1"),
         ({"value_coef": 0.5}, "value_coef=0.5 has no effect unless critic is 'shared'"),
         ({"value_decay": 0.9}, "value_decay=0.9 has no effect unless value_normalization is 'exponential'"),

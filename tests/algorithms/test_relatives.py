@@ -232,7 +232,7 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
         (lambda: M2PO(tiny_spec(), reward=len, second_moment_threshold=0.0), "second_moment_threshold must be above 0"),
         (
             lambda: M2PO(tiny_spec(), reward=len, decoupled=ImportanceWeights(approximate_proximal=True)),
-            "M2PO's mask needs the exact proximal logprobs",
+            "M2PO's mask needs exact proximal logprobs",
         ),
         (lambda: OAPL(tiny_spec(), reward=len, beta=0.0), "beta must be above 0"),
         (lambda: OAPL(tiny_spec(), reward=len, group_size=1), "group_size must be at least 2"),

@@ -118,7 +118,7 @@ def test_untruncated_weights_need_no_correction_and_missing_tokens_none() -> Non
         (GRPO, {"decoupled": ImportanceWeights(2, aggregation="max")}, "needs a weight that depends on each token"),
         *((kind, {}, f"which {kind.__name__} with these settings does not") for kind in (GSPO, SAPO, OAPL, DPPO)),
         (M2PO, {}, "no effect with M2PO's mask"),
-        (Distillation, {"teacher": tiny_spec(), "teacher_topk": 2}, "Leave out one of them"),
+        (Distillation, {"teacher": tiny_spec(), "teacher_topk": 2}, "Remove one of them"),
     ],
 )
 def test_score_centering_is_refused_where_it_does_not_apply(algorithm, settings, problem) -> None:

@@ -28,14 +28,14 @@ class DPO(SupervisedModule):
 
     It trains on the batches of PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more the policy prefers the chosen
-    completion than the reference does; `chosen_nats` and `rejected_nats`, the changes of both completions' logprobs.
+    completion than the reference does; `chosen_nats` and `rejected_nats`, how both completions' logprobs have changed.
 
     Source: https://arxiv.org/abs/2305.18290.
 
     Args:
         policy: the model to train, usually an export of SFT.
-        reference: the fixed policy of the KL penalty; None uses the initial policy, which with LoRA is the same model
-            without its adapters and costs no memory.
+        reference: the fixed policy of the KL penalty; None uses the initial policy. With LoRA, this is the same model
+            without its adapters, which costs no memory.
         kl_coef: the paper's β; a larger value keeps the policy closer to the reference.
         kwargs: further arguments of SupervisedModule.
     """
@@ -64,14 +64,14 @@ class DPO(SupervisedModule):
 
     def configure_model(self) -> None:
         super().configure_model()
-        self.policy.eval()  # like the reference: with dropout the margin of equal policies would be random
+        self.policy.eval()  # like the reference: with dropout, even equal policies would have a random margin
 
     def planned_roles(self) -> dict[str, Role]:
         return super().planned_roles() | ({} if self.reference_role is None else {"reference": self.reference_role})
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
         experience = batch.experience()
-        # Run the reference first, because its forward frees gathered parameters that the policy's backward would read.
+        # Run the reference first: its forward frees gathered parameters that the policy's backward needs.
         with torch.no_grad():
             if self.reference_role is not None:
                 reference_logprobs = self._completion_logprobs("reference", experience)

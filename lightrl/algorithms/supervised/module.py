@@ -30,7 +30,7 @@ _DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedSettings(TypedDict, total=False):
-    """The arguments of SupervisedModule, for type checkers; in its subclasses, `kwargs`."""
+    """The arguments of SupervisedModule, for type checkers; subclasses pass them on as `kwargs`."""
 
     lr: float
     betas: tuple[float, float]
@@ -48,7 +48,7 @@ class SupervisedModule(TrainedModule):
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
         lr: learning rate after the warm-up.
-        betas: AdamW's decay rates of both moments.
+        betas: AdamW's decay rates for the two moments.
         weight_decay: AdamW's weight decay, which applies only to matrices, not to norms and biases.
         warmup_steps: number of steps of linear warm-up: step k (from 1) uses k/warmup_steps of `lr`.
         lr_decay: after the warm-up: `constant`, or `linear` or `cosine` to 0 at the end of the run.
@@ -57,11 +57,11 @@ class SupervisedModule(TrainedModule):
     fixed_settings = frozenset({"policy_role", "lr", "betas", "weight_decay", "warmup_steps", "lr_decay"})
     # The attribute that holds the trained model, which HuggingFaceExport writes.
     trained_role: str = "policy"
-    # The type of the batches that `measure` takes.
+    # The type of batch that `measure` takes.
     batch_type: type[Any] = object
-    # The prefix of the metrics that are logged per step.
+    # The prefix of metrics logged per step.
     log_prefix: str = "train"
-    # The key in `measure`'s result to minimize.
+    # The key of the metric to minimize in `measure`'s result.
     loss_name: str = "loss"
 
     def __init__(
@@ -93,18 +93,18 @@ class SupervisedModule(TrainedModule):
         return super()._is_fitted() and self._current_fx_name != "on_fit_start"
 
     def check_role(self, name: str, role: Role) -> None:
-        """Raises ValueError for settings of a Role that have no effect here; only `model` and `lora` have one."""
+        """Raises ValueError if the Role sets anything but `model` and `lora`, because it would have no effect here."""
         if dataclasses.replace(role, lora=None) != Role(role.model):
             raise ValueError(
-                f"{type(self).__name__}'s {name} takes only model and lora of a Role, got {role}. lr and weight_decay "
-                "are settings of the module; frozen, offload and mesh need an RLModule."
+                f"{type(self).__name__}'s {name} may set only model and lora of a Role, got {role}. Set lr and "
+                "weight_decay on the module; frozen, offload and mesh need an RLModule."
             )
 
     def measure(self, batch: Any) -> dict[str, Tensor]:
         """Returns metrics by name, with one number per trajectory, pair or token. `loss_name` is minimized.
 
         `self.parallel(role).measure` returns a model's outputs under any strategy. To train on several ranks, a batch
-        needs `share(rank, size)`, which returns a batch or None, and `num_measured`, the length of each metric.
+        needs `share(rank, size)`, which returns a smaller batch or None, and `num_measured`, the length of each metric.
         """
         raise NotImplementedError(f"{type(self).__name__} must define measure.")
 
@@ -115,7 +115,7 @@ class SupervisedModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """Prepares images as the model needs them; None for a text-only model."""
+        """Prepares images for the model; None for a text-only model."""
         return ImageReader.of(self.policy_role.spec.load_config())
 
     @property
@@ -139,7 +139,7 @@ class SupervisedModule(TrainedModule):
             self.parallel(self.trained_role)
 
     def parallel(self, role: str) -> ParallelModel:
-        """Returns the role's ParallelModel, which the first call creates."""
+        """Returns the role's ParallelModel; the first call creates it."""
         if role not in self.parallel_models:
             settings = LogprobSettings(entropy_needs_gradient=False)
             model = getattr(self, role)
@@ -163,7 +163,7 @@ class SupervisedModule(TrainedModule):
         return with_schedule(optimizer, num_steps, warmup, self.lr_decay, decay_start=warmup)
 
     def planned_roles(self) -> dict[str, Role]:
-        """Returns the roles, by name, whose models a step uses."""
+        """Returns the roles, by name, of the models that a step uses."""
         return {self.trained_role: self.policy_role}
 
     def loaded_models(self) -> dict[str, tuple[PreTrainedModel, Role]]:
@@ -195,7 +195,7 @@ class SupervisedModule(TrainedModule):
         self._log_means(stage, means | of_set, on_step=False, batch_size=number)
 
     def means(self, batch: Any) -> tuple[dict[str, Tensor], int]:
-        """Returns the means to log and minimize, and the count. The mean over ranks is the whole batch's."""
+        """Returns the means to log and minimize, and the count. Averaged over ranks, they are means of the batch."""
         if not isinstance(batch, self.batch_type):
             data_module = _DATA_MODULES.get(self.batch_type, "a data module that makes these")
             raise TypeError(
@@ -212,11 +212,11 @@ class SupervisedModule(TrainedModule):
         return {name: values.sum() * factor for name, values in measured.items()}, number
 
     def accumulated(self, loss: Tensor, number: int, batch_idx: int) -> Tensor:
-        """Scales the loss so that batches count by size, although Lightning divides by accumulate_grad_batches.
+        """Scales the loss so that batches are weighted by size, although Lightning divides by accumulate_grad_batches.
 
         Args:
             loss: the mean over the batch's tokens or pairs.
-            number: the number of tokens or pairs.
+            number: their number.
             batch_idx: Lightning zeroes the gradients at multiples of accumulate_grad_batches.
         """
         num_batches = self.trainer.accumulate_grad_batches
@@ -224,7 +224,7 @@ class SupervisedModule(TrainedModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # The gradients so far average `before` tokens or pairs. The optimizer never lists gathered parameters.
+        # The gradients so far are means over `before` tokens or pairs. The optimizer never lists gathered parameters.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:

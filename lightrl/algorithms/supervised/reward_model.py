@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class RewardModel(SupervisedModule):
-    """A causal language model with a scalar head, whose value at a trajectory's last token is the reward.
+    """A causal language model with a scalar head. The head's value at a trajectory's last token is the reward.
 
     The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). It trains
     on the batches of PreferenceDataModule, from a language model (then the head starts at 0) or an earlier reward
-    model; `AutoModelForSequenceClassification` loads its export. It logs, as `reward_model/…` per step and `val/…` per
+    model; `AutoModelForSequenceClassification` loads the export. It logs, as `reward_model/…` per step and `val/…` per
     validation: `loss`; `accuracy_fraction`, how often the chosen trajectory scores higher; `margin`, by how much.
 
     Source: https://arxiv.org/abs/2203.02155.
@@ -50,7 +50,7 @@ class RewardModel(SupervisedModule):
         self.reward_model.config.pad_token_id = self.tokenizer.pad_token_id  # the exported model needs it for batches
 
     def measure(self, batch: PairBatch) -> dict[str, Tensor]:
-        # A trajectory's reward is the value at its last token, which the model returns for the next position.
+        # A trajectory's reward is the value at its last token, which the model returns at the next position.
         token_ids = torch.nn.functional.pad(batch.token_ids, (0, 1))
         is_end = torch.arange(token_ids.shape[1], device=token_ids.device) == batch.lengths[:, None]
         padded = PairBatch(token_ids, is_end, batch.lengths + 1)
