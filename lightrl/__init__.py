@@ -12,13 +12,13 @@ Each package imports only from packages above it in this list:
     experience    trajectories as tensors
     rewards       reward functions and the processes that run them
     weights       parameters on their way from trainer to engine
-    models        roles and what their models can do
-    dataflow      model calls, and the graph that they form
+    models        roles, and what the model of each role can do
+    dataflow      model calls and the graph they form
     engines       turn token ids into completions: local, SGLang, vLLM, fake
     strategies    divide parameters and work over devices
     testing       a tiny policy and made-up trajectories for tests
     workflows     turn a prompt into a trajectory: turns, environments, agents
-    rollout       turns prompts into trajectories with rewards, within a staleness bound
+    rollout       turns prompts into rewarded trajectories, within a staleness bound
     module        RLModule: the hooks a user writes
     data          prompts, read by position, and chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
@@ -50,7 +50,7 @@ def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str
 
     Args:
         package: the package's `__name__`.
-        homes: public name → module, relative to the package.
+        homes: public name → module that defines it, relative to the package.
     """
 
     def load(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Callbacks: what happens around an iteration. Each is a plain Lightning callback with added RL hooks.
+"""Callbacks: what happens around an iteration. Each is a Lightning callback with added RL hooks.
 
 Reading order:
     rl_callback.py      the hooks, and when each is called
@@ -8,16 +8,16 @@ Reading order:
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        bounds how many versions a trajectory may be behind
     dynamic_sampling.py drops and replaces groups by their rewards; chooses prompts by past success
-    rollout_metrics.py  the numbers logged in each iteration; monitors.py finds monitors of unknown metrics
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py finds mistyped names of metrics
     self_play.py        older versions as opponents of the policy
     progress.py         the two-line progress bar, the permanent lines, and the list of models
-    bottleneck.py       names the part that takes most of the first iterations, and its setting
+    bottleneck.py       names the slowest part of the first iterations, and the setting that would change it
     trace/              records what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
-    prometheus.py       the metrics at a port; run_cost.py: device hours and their price
+    prometheus.py       serves the metrics at a port; run_cost.py: device hours and their price
     evaluation_command.py  programs that evaluate the policy through an OpenAI API
     export.py           the policy as a Hugging Face folder
 

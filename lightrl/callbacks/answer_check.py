@@ -1,17 +1,17 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes the logprobs of tokens in a few trajectories: those from the oldest and newest
-weight version, copies of which are in host memory. The engine's logprobs must equal the trainer's, up to rounding. The
+In each iteration, the trainer recomputes logprobs in a few trajectories: of tokens from the oldest and newest weight
+version, whose weights it has copied to host memory. The engine's logprobs must equal the trainer's, up to rounding. The
 oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling settings.
 The newest tokens are left out of this check: they exist only if no end token came before, so they are biased.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
-exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence for too likely tokens
-(temperature 0, a smaller top-k), λ < 0 for too unlikely ones. The sum of the logarithms is reset to 0 when it is
-negative. Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
+exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence that tokens are too
+likely (temperature 0, a smaller top-k), λ < 0 that they are too unlikely. The sum of the logarithms is reset to 0 when
+it becomes negative. Source: Ville's inequality; Page, Continuous inspection schemes (CUSUM).
 
 The probability that k of a group's G completions are equal, each with logprob -L, is at most 2^G e^-(k - 1)L. If it is
-tiny, they are copies, as from a server that gives all requests one seed. Shapes: N tokens, K most likely alternatives.
+tiny, they are copies: a server may use one seed for all requests. Shapes: N tokens, K most likely alternatives.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # tokens beyond and within top-p or top-k: 5 % beyond, not 1 %
-NUM_TOKENS = 256  # trained tokens to check
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # evidence of a token beyond and within top-p or top-k: 5% against 1%
+NUM_TOKENS = 256  # loss tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of all versions after the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
 
-    Tokens of the first version are skipped: after a failure within an iteration, other weights may have sampled them.
+    The first version's tokens are skipped: after a failure within an iteration, other weights may have sampled them.
     """
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
         self._copies_nats = -math.inf  # evidence for copies in a group; -inf if trajectories may share samples
-        self._evidence_nats = torch.zeros(2)  # for too likely and for too unlikely tokens
+        self._evidence_nats = torch.zeros(2)  # that tokens are too likely, and too unlikely
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
-        """Compares the completions of each group, on rank 0, which has their tokens."""
+        """Compares the completions of each group on rank 0, because only rank 0 has their tokens."""
         workflow = trainer.rollout.workflow
         if workflow is not None and workflow.samples_apart:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
@@ -75,16 +75,16 @@ class AnswerCheck:
             self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]
 
     def has_sampled(self, version: int) -> bool:
-        """Whether weights that this run loaded sampled all tokens of this version."""
+        """Whether all tokens of this version were sampled by weights that this run loaded."""
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling; collective, once for each row."""
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling. Collective; call once per row."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
         bounds = torch.stack(minibatch.version_bounds, 1).tolist()
-        for row in sorted((index + current) % num_rows for index in chosen):  # other rows in each version
+        for row in sorted((index + current) % num_rows for index in chosen):  # different rows in each version
             oldest, newest = bounds[row]
             for version in range(oldest, newest + 1) if self.checks_all else {oldest, newest}:
                 if self.has_sampled(version) and (version == current or version in self._weights):
@@ -116,7 +116,7 @@ class AnswerCheck:
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence, in nats, that equal completions are copies; omits those with several versions or rows."""
+    """Returns the evidence, in nats, that equal completions are copies; skips those with several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
@@ -127,7 +127,7 @@ def copies_nats(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
-    """Whether the minibatch has every token that was sampled for it; a selection would bias the likelihood."""
+    """Whether the minibatch has every token that was sampled for it; selection would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
@@ -140,7 +140,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest difference.
 
-    The sums: number of tokens, absolute and signed differences, entropy, evidence for too likely and unlikely tokens.
+    The sums: number of tokens, absolute and signed differences, entropy, evidence that they are too likely or unlikely.
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
@@ -188,7 +188,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    # For λ, E leaves out the other tokens, which are the least likely, so that it is not too small if none is sampled.
+    # For λ > 0, E omits the outcome of all other tokens: it would make E too small if none of them is sampled.
     other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
     chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
     border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token

@@ -1,4 +1,4 @@
-"""Bottleneck: says which part of an iteration takes most of its time, and the setting that changes it."""
+"""Bottleneck: names the part of an iteration that takes the most time, and the setting that would change that."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WHAT = {
 
 
 class Bottleneck(RLCallback):
-    """Measures a fit's first iterations, and logs a line if one part takes more than half of their time.
+    """Measures the first iterations of a fit, and logs a line if one part takes more than half of the time.
 
     `lightrl fit` adds it. A run with `Trace` measures all iterations, so this callback does nothing there.
     """
@@ -62,7 +62,7 @@ class Bottleneck(RLCallback):
                 log.log(logging.WARNING if area in ("reward", "data") else logging.INFO, text)
 
     def finding(self, module: Any) -> tuple[str, str]:
-        """Returns the area that took more than half of the time, and a line about it; "", "" if none did."""
+        """Returns the area that took at least half of the time, and a line about it; "", "" if none did."""
         times = [area_times(self._events, start, end) for start, end in pairwise(self._ends_ns)]
         summary = summary_of(times, overlaps=self._overlaps)
         if summary is None or summary["areas_s"][summary["look_first_at"]] < _LEAST_FRACTION * summary["total_s"]:

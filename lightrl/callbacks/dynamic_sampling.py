@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(RLCallback):
-    """Drops groups by rules and rolls out new prompts in their place, so that every iteration has its P groups.
+    """Drops groups by rules and replaces them by rollouts of new prompts, so that every iteration has P groups.
 
     `on_trajectory_dropped` is called for each dropped trajectory, with the reason: `filtered_zero_variance`,
     `filtered_too_hard`, `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete` or
-    `oversampled`. On-policy, the replacements start together once all groups before them are done, so a run stays
+    `oversampled`. On-policy, replacements start together after all earlier groups are done, so a run stays
     reproducible. An iteration then costs more rollouts, and an epoch of the data lasts fewer iterations.
 
-    Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits for the fastest P
-    groups and not for the slowest. It is biased: long completions are left out more often, which alone can teach the
-    policy to be short; watch `rollout/length_tokens`. On-policy, groups still in flight when P are done are dropped, so
-    the run is not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped;
-    their prompts come again in the next epoch.
+    Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits only for the
+    fastest P groups. It is biased: long completions are dropped more often, which by itself can teach the policy to be
+    short; watch `rollout/length_tokens`. On-policy, groups still in flight when P are done are dropped, so the run is
+    not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped; their
+    prompts come again in the next epoch.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -45,7 +45,7 @@ class DynamicSampling(RLCallback):
         rule: a function of a Group, or its dotted path. True, or a word as the reason, drops the group; None or
             False keeps it. The function runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
-            `train` on the others, `resample` it with new seeds, at most three times, or `drop` it.
+            `train` on the others, `resample` the group with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.
         max_dropped_groups_per_iteration: if more groups are dropped in one iteration, the run ends with an error that
             lists the reasons; None means 10·P.

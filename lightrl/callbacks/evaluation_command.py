@@ -40,19 +40,19 @@ class EvaluationFailed(Exception):
 class EvaluationCommand(RLCallback):
     """Runs a command after every n-th iteration, and logs the results that it writes as `eval/<task>/<metric>`.
 
-    The command reaches the policy at an OpenAI URL on 127.0.0.1 (`/completions`, `/chat/completions`, `/models`), in
-    these environment variables, most of them also placeholders in its arguments:
+    The command reaches the policy at an OpenAI URL on 127.0.0.1 (`/completions`, `/chat/completions`, `/models`). It
+    gets these environment variables; most can also be placeholders in its arguments:
 
         OPENAI_BASE_URL {base_url}     OPENAI_API_KEY     LIGHTRL_MODEL {model}     LIGHTRL_RESULTS {results}
 
-    The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder,
-    `evaluations/<iteration>` in the run's folder, also gets its output, `output.log`. A command that fails causes a
-    warning with the end of its output, and the run continues.
+    The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder is
+    `evaluations/<iteration>` in the run's folder; `output.log` in it has the command's output. If the command fails, a
+    warning shows the end of its output, and the run continues.
 
-    All requests of one evaluation reach one weight version, the engine's at the end of the iteration: training waits
-    until the command exits, so that no weights are loaded meanwhile. This costs the command's time; with
-    `max_staleness` above 0, rollouts continue meanwhile and share the engine. A stop of the run ends the command and
-    its children; a resumed run does not repeat the evaluations before its checkpoint.
+    All requests of one evaluation reach the weight version that the engine has at the end of the iteration: training
+    waits until the command exits, so no weights are loaded meanwhile. With `max_staleness` above 0, rollouts continue
+    during the wait and share the engine. If the run stops, the command and its children are ended. A resumed run does
+    not repeat the evaluations before its checkpoint.
 
     Args:
         command: the program and its arguments, for example `[lm-eval, run, --model, local-completions, --model_args,
@@ -62,7 +62,7 @@ class EvaluationCommand(RLCallback):
         timeout_s: the command is ended after this many seconds.
 
     Raises:
-        ValueError: before the run starts, if there is no such program, or no engine.
+        ValueError: before the run starts, if the program does not exist or the run has no engine.
     """
 
     def __init__(self, command: Sequence[str], *, every_n_iterations: int, timeout_s: float = 3600.0) -> None:
@@ -98,7 +98,7 @@ class EvaluationCommand(RLCallback):
             pl_module.log(f"eval/{name}", value, on_step=True, on_epoch=False)
 
     def _evaluate(self, trainer: RLTrainer, module: RLModule, root: Path) -> dict[str, float]:
-        """Returns the command's results; warns and returns none if it fails."""
+        """Returns the command's results; if it fails, warns and returns {}."""
         from lightrl.workflows.agent_workflow import serving_policy
 
         folder = root / "evaluations" / str(trainer.global_step)
@@ -114,7 +114,7 @@ class EvaluationCommand(RLCallback):
             results = read_results(folder)
         except (EvaluationFailed, OSError) as error:
             end = output.read_text(errors="replace")[-_SHOWN_CHARS:] if output.exists() else ""
-            text = "The evaluation of weight version %d failed, and training continues: %s %s ends with:\n%s"
+            text = "The evaluation of weight version %d failed; training continues. %s %s ends with:\n%s"
             log.warning(text, version, error, output, end)
             return {}
         seconds = time.monotonic() - started_s
@@ -122,7 +122,7 @@ class EvaluationCommand(RLCallback):
         return results
 
     def _run(self, trainer: RLTrainer, values: Mapping[str, str], key: str, output: Path) -> None:
-        """Runs the command until it exits, the run is stopped or time is up; no process of it is left."""
+        """Runs the command until it exits, the run is stopped or time is up; leaves none of its processes behind."""
         program, *arguments = self.command
         variables = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": key, "LIGHTRL_MODEL": values["model"]}
         filled = [re.sub(r"\{(\w+)\}", lambda each: values.get(each[1], each[0]), word) for word in arguments]
@@ -161,7 +161,7 @@ def read_results(folder: Path) -> dict[str, float]:
     lm-eval's metrics are named `acc` or, with a filter, `exact_match_strict-match`; its texts are left out.
 
     Raises:
-        EvaluationFailed: if a file has no results, or there is none.
+        EvaluationFailed: if a file has no results, or there is no file.
     """
     numbers: dict[str, float] = {}
     for file in sorted(folder.rglob("*.json")):
@@ -179,9 +179,9 @@ def read_results(folder: Path) -> dict[str, float]:
         elif isinstance(content, dict) and all(_number(value) is not None for value in content.values()):
             numbers.update({name: float(value) for name, value in content.items()})
         else:
-            raise EvaluationFailed(f'{file} must be a JSON object of finite numbers or have "results", as lm-eval\'s.')
+            raise EvaluationFailed(f'{file} must be a JSON object of finite numbers, or have "results" like lm-eval.')
     if not numbers:
-        raise EvaluationFailed(f"It wrote no results as JSON into {folder}, which is {{results}} in the command.")
+        raise EvaluationFailed(f"The command wrote no JSON results into {folder} (its placeholder {{results}}).")
     return numbers
 
 

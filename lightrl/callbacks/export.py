@@ -45,22 +45,22 @@ class HuggingFaceExport(RLCallback):
     A plain name such as `exported` is a folder in the run's folder, so runs of a sweep do not share it. Other paths,
     such as `runs/sft/export`, are relative to the working folder; two runs cannot use the same folder at once.
 
-    With LoRA, the folder holds only the adapters (`PeftModel.from_pretrained`), or with `merged` the whole model.
+    With LoRA, the folder has only the adapters (`PeftModel.from_pretrained`) or, with `merged`, the whole model.
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, each export with `all`. Ctrl-C, an exception and `fast_dev_run` keep an earlier export.
+    `log_model: true`, each export with `all`. After Ctrl-C, an exception or `fast_dev_run`, an earlier export stays.
 
     Args:
-        to: the folder, see above; its parents are created. An earlier export in it is replaced; other content is
-            refused.
+        to: the folder, see above; its parents are created. An earlier export is replaced; any other content is an
+            error.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
         role: the role to export; None means the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
-        ValueError: when `fit` starts, if `to` contains files that are not from an export, or the model that the run
-            loads, or if another run uses it.
+        ValueError: when `fit` starts, if `to` contains files that are not from an export or contains the model that
+            the run loads, or if another run uses the folder.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class HuggingFaceExport(RLCallback):
         parallel = module.parallel_models.get(body)
         if parallel is None:
             parallel = parallel_model(trainer.strategy, model, LogprobSettings())
-        # A scalar head was trained itself, and peft's format has no place for it.
+        # A scalar head is trained in full, and peft's format has no place for it.
         is_whole = self.merged or self._is_head(module) or self._settings_of(module).spec.head == "scalar"
         part: Part = "added" if keeps_base and not is_whole else "whole"
         tensors: dict[str, Tensor] = {}

@@ -1,7 +1,7 @@
 """LagProbe: measures how far the policy moves in one version and in η versions, from the trainer's logprobs.
 
-For a token that version b sampled and version v trains on, log π_v - log b is the sum of the policy's lag, log π_v -
-log π_b, and the engine's mismatch. To separate them, the trainer computes logprobs under versions b, b + 1 and b + η.
+If version b sampled a token and version v trains on it, log π_v - log b is the sum of the policy's lag, log π_v -
+log π_b, and the engine's mismatch. To separate the two, the trainer computes logprobs under versions b, b+1 and b + η.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the en
 
 @dataclass
 class _Snapshot:
-    """Trajectories of one iteration, with their logprobs under the version after it."""
+    """Trajectories of one iteration, with their logprobs under the version that the iteration made."""
 
     weight_version: int
     rows: list[_Row]
@@ -52,7 +52,7 @@ class LagProbe:
     """Measures `policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness`; nats per token.
 
     In prompt order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
-    the training temperature: the step in each iteration, the lag in about every tenth. On-policy, there is no lag, and
+    the training temperature: the step in each iteration, the lag in about every tenth. On-policy there is no lag, so
     nothing is computed. A resumed run starts without snapshots.
     """
 
@@ -62,7 +62,7 @@ class LagProbe:
         self._waiting: deque[_Snapshot] = deque()  # kept until they are η versions old
 
     def offer(self, trainer: RLTrainer, groups: list[Group]) -> None:
-        """Keeps some of this iteration's trajectories on rank 0, which has their tokens."""
+        """Keeps some of this iteration's trajectories on rank 0, because only rank 0 has their tokens."""
         if trainer.is_global_zero:
             trajectories = [item for group in groups for item in group.trajectories]
             indices = choose_rows(len(trajectories), sum(len(item.completion_ids) for item in trajectories))
@@ -93,7 +93,7 @@ class LagProbe:
 
 
 def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
-    """Chooses trajectories of an iteration to measure, evenly over its groups; `num_tokens` counts all completions."""
+    """Chooses the trajectories to measure, evenly over an iteration's groups; `num_tokens` counts all completions."""
     num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]
@@ -102,7 +102,7 @@ def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_
 def step_k3(behavior: Tensor, before: Tensor, after: Tensor) -> float:
     """Returns KL(before ‖ after) in nats per token, by k3, from tokens that an older policy sampled; logprobs [N].
 
-    A token that the policy before the step would rarely sample counts less: its weight is before ÷ behavior, at most 1.
+    A token counts less if the policy before the step rarely samples it: its weight is before ÷ behavior, at most 1.
     """
     weights = (before - behavior).exp().clamp(max=1.0)
     return float((weights * kl(before, after, estimator="k3")).sum() / weights.sum().clamp(min=1e-9))

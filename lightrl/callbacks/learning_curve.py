@@ -90,8 +90,8 @@ class LearningCurve(RLCallback):
     resumed run draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that
     checkpoints stop growing.
 
-    A held-out value at iteration i is of the weights after i iterations; `num_sanity_val_steps=-1` adds the one before
-    training, at 0. A run without the metrics of `RolloutMetrics` and validation has no image.
+    A held-out value at iteration i is measured with the weights after i iterations; `num_sanity_val_steps=-1` adds the
+    value before training, at 0. A run without the metrics of `RolloutMetrics` or validation has no image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
@@ -171,7 +171,7 @@ class LearningCurve(RLCallback):
             except OSError as error:
                 problem = write_problem(error, run_folder / "learning_curve.png")
                 log.warning(
-                    "No learning curve was written to %s: %s. Free some space for the next run.", run_folder, problem
+                    "No learning curve could be written to %s: %s. Free space for the next run.", run_folder, problem
                 )
         module.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))  # above the progress bar
 
@@ -194,9 +194,9 @@ def draw_learning_curve(
     constant_baseline: float | None = None,
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Draws accuracy over the iterations as PNG, with the reward in a panel above if it differs, or only the reward.
+    """Draws a PNG of the accuracy by iteration, with the reward in a panel above if it differs, or of the reward only.
 
-    Sampled values are noisy, so they are drawn pale under their running mean.
+    Sampled values are noisy, so they are drawn in a pale color under their running mean.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -243,7 +243,7 @@ def draw_learning_curve(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the centered mean at each value, over at most `window` values and fewer at both ends."""
+    """Returns the centered mean at each value, over about `window` values, fewer at both ends."""
     half = window // 2
     return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 

@@ -1,7 +1,7 @@
 """Functions that Lightning's Logger lacks: they log tables, models, and settings (in MLflow's format).
 
-Weights & Biases and MLflow support all of them, TensorBoard and Comet support tables. Call them on rank 0;
-other ranks have dummy loggers. A failing logger causes only a warning: the run's folder has everything too.
+Weights & Biases and MLflow support all of them; TensorBoard and Comet support only tables. Call them on rank 0;
+other ranks have dummy loggers. If a logger fails, there is only a warning: the run's folder has everything too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _warned_about_tables: set[type[Logger]] = set()
 
 
 def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, object]], step: int) -> None:
-    """Logs rows as a table with every column that occurs; MLflow appends them to the run's table of that name.
+    """Logs rows as a table with all columns of all rows; MLflow appends them to the run's table of that name.
 
     Warns once about each class of logger without tables, except CSVLogger, whose folder contains the rows anyway.
     """
@@ -47,7 +47,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
 
 
 def loggers_of_models(loggers: Iterable[Logger], *, is_last: bool) -> list[Logger]:
-    """Selects the loggers that log this model: `log_model: all` logs every export, `true` only a run's last one."""
+    """Selects the loggers that log this model: `log_model: all` logs every export, `true` only the last of a run."""
     return [item for item in loggers if getattr(item, "_log_model", False) in (("all", True) if is_last else ("all",))]
 
 
@@ -68,7 +68,7 @@ def log_model(loggers: Iterable[Logger], name: str, folder: Path, step: int) -> 
 def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_yaml: str) -> None:
     """Logs settings as hyperparameters; MLflow gets a parameter per number or string, and the YAML as `config.yaml`.
 
-    MLflow's parameters cannot change, so a run that is continued by its `run_id` keeps its first values.
+    MLflow's parameters cannot change, so a run continued with the same `run_id` keeps its first values.
     """
     for logger in loggers:
         if not isinstance(logger, MLFlowLogger):
@@ -80,7 +80,7 @@ def log_settings(loggers: Iterable[Logger], settings: Mapping[str, object], as_y
 
 
 def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yields settings by names that MLflow accepts; a list of numbers is one setting."""
+    """Yields settings under names that MLflow accepts; a list of numbers is one setting."""
     if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping) or not value:

@@ -1,7 +1,7 @@
 """Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
-A name close to one that every run logs causes a warning before the run starts. The error follows once all names are
-known: after the sanity check, one iteration or the first validation. A metric that is never checked causes a warning.
+Before the run starts, a warning names metrics that are close to one that every run logs. The error follows once all
+names are known: after the sanity check, one iteration or the first validation. A metric never checked causes a warning.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ALWAYS_LOGGED = frozenset(
 )
 LATER = ("staleness/", "sync/", "time/", "eval/")  # prefixes of metrics that the first iteration may not log yet
 _NUM_SHOWN = 8  # number of logged metrics that an error lists
-_NEAR = 0.85  # difflib's ratio; 1 for equal names
+_NEAR = 0.85  # minimum of difflib's ratio; equal names have 1
 
 
 class MonitorCheck(RLCallback):
     """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
 
     def __init__(self) -> None:
-        self._metric_names: set[str] | None = None  # the reward's, from the first iteration of a run
+        self._metric_names: set[str] | None = None  # of the reward's metrics, from the first iteration of a run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._metric_names = None
@@ -127,14 +127,14 @@ def are_names_known(trainer: Any, module: Any) -> bool:
 
 
 def warn_of_unchecked(trainer: Any) -> None:
-    """Warns about callbacks that never check their metric, because no validation or save is due until the run ends."""
+    """Warns about callbacks that never check their metric, because the run ends before a validation or save is due."""
     length, num_epochs = trainer.num_training_batches, trainer.check_val_every_n_epoch  # between validations
     max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
     lasts = [
         *([trainer.max_steps] if trainer.max_steps > 0 else []),
         *([max_epochs * length] if max_epochs > 0 else []),
     ]
-    last = min(lasts, default=math.inf) if trainer.accumulate_grad_batches == 1 else math.inf  # steps are not batches
+    last = min(lasts, default=math.inf) if trainer.accumulate_grad_batches == 1 else math.inf  # else steps != batches
     left = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
     at, why = trainer.val_check_batch, ""  # `at` is None for an interval of time
 
@@ -152,7 +152,7 @@ def warn_of_unchecked(trainer: Any) -> None:
         name, monitor, reason = type(item).__name__, getattr(item, "monitor", None), ""
         if isinstance(item, EarlyStopping):
             is_late = bool(left) and left[-1] <= math.ceil(left[0] / length) * length
-            late = "it checks at the end of an epoch, and the run ends with or before the first. Validate more often"
+            late = "it checks at the end of an epoch, but the run ends with or before the first. Validate more often"
             reason = why if not item._check_on_train_epoch_end else late if is_late else ""
         elif isinstance(item, ModelCheckpoint) and monitor is not None:
             steps = item._every_n_train_steps
@@ -164,7 +164,7 @@ def warn_of_unchecked(trainer: Any) -> None:
 
 
 def _monitors(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yields the name of each callback or scheduler that needs a metric, and the metric."""
+    """Yields the name of each callback or scheduler that needs a metric, and that metric."""
     plateaus = (config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau)
     for item in (*trainer.callbacks, *plateaus):
         monitor = getattr(item, "monitor", None)

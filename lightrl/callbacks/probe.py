@@ -1,6 +1,6 @@
 """Probe: trainer and engine compute the logprobs of a few fixed sequences, which agree if both have the same weights.
 
-The bounds say how far rounding may move logprobs, given the dtypes of both. Shapes: B sequences, T tokens.
+The bounds say how much rounding may change logprobs in the dtypes of both. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 
-# Rounding of a logprob, in units of eps · (1 + mean |logprob|) because it grows with the logits. Healthy engines differ
-# by at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for a model of 2,000 parameters with very peaked
-# distributions, and 1.2 for large models in bfloat16, which is 0.12 nats. Depth, other kernels and longer sums add to
-# it. The factor is 32 up to `USUAL_NATS`, and 4 above: a false alarm ends a run, and digests find smaller errors.
+# Rounding error of a logprob, in units of eps · (1 + mean |logprob|) because it grows with the logits. Healthy engines
+# differ by at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for a model of 2,000 parameters with peaked
+# distributions, and 1.2 for large models in bfloat16, which is 0.12 nats. Depth, other kernels and longer sums increase
+# it. The factor is 32 up to `USUAL_NATS` and 4 above it: a false alarm ends a run, and digests find smaller errors.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
-LEAST_NATS = 1e-5  # for errors that do not shrink with the dtype, as in tables of rotary embeddings
-MISMATCH_NATS = 1e-3  # added for sampled tokens: they are further from the context's start, and may be few
+LEAST_NATS = 1e-5  # for errors that do not shrink with eps, for example in tables of rotary embeddings
+MISMATCH_NATS = 1e-3  # added for sampled tokens: they are at higher positions than the probe's, and may be few
 MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
-BIAS = 0.25  # × the bound of the mean, for the mean of the signed differences: roundings go both ways
-LARGEST = 16.0  # × the bound of the mean: the largest of a million normal roundings is 6 means; real tails are longer
+BIAS = 0.25  # × the bound of the mean, for the mean signed difference: rounding errors have both signs
+LARGEST = 16.0  # × the bound of the mean: of a million normal errors, the largest is 6 means; real tails are longer
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:
-    """Returns the bound of the mean difference between logprobs that were computed with this machine epsilon."""
+    """Returns the bound on the mean difference between logprobs computed with this machine epsilon."""
     rounding = eps * (1 + mean_abs_logprob)
     return max(LEAST_NATS, min(ROUNDINGS * rounding, USUAL_NATS), ROUNDINGS_ABOVE * rounding)
 
@@ -69,7 +69,7 @@ class Rounding:
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
-    """Returns the bound of the mean difference between the logprobs of tokens under the weights that sampled them."""
+    """Returns the bound on the mean difference between logprobs of tokens under the weights that sampled them."""
     return bound_nats(rounding.eps, entropy_nats) + MISMATCH_NATS
 
 
@@ -87,20 +87,20 @@ def check_mismatch(
     mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
     bias_bound = bound * (BIAS + LARGEST / num_tokens)
     is_same = rounding.trainer_dtype in rounding.engine_dtypes
-    other_dtypes = "" if is_same else "First set the engine's dtype to the trainer's: rounding may differ as much. "
+    other_dtypes = "" if is_same else "First set the engine's dtype to the trainer's: rounding alone may explain this. "
     if not (mean <= mean_bound and largest <= LARGEST * bound and abs(bias) <= bias_bound):
         raise WeightSyncError(
             f"The engine's logprobs of {num_tokens} tokens that it sampled with {weights} differ from the trainer's by "
             f"{mean:.3g} nats on average and {largest:.3g} at most (bounds: {mean_bound:.3g} and {LARGEST * bound:.3g} "
             f"for {rounding}); the signed mean is {bias:.3g} (at most {bias_bound:.3g}). The probe agreed after the "
-            f"sync. {other_dtypes}Look for stale key-values (a prefix cache that was not flushed), a server "
+            f"sync. {other_dtypes}Look for a stale KV cache (a prefix cache that was not flushed), a server "
             "that restarted with older weights, a proxy that changes answers, or sampling settings that trainer and "
             "engine apply differently; or set WeightSync.verify to false."
         )
 
 
 def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
-    """Returns the largest epsilons of trainer and engine; float32 on a GPU may be TF32, with float16's epsilon."""
+    """Returns the largest epsilons of trainer and engine. On a GPU, float32 may be TF32, with float16's epsilon."""
     policy: Any = module.policy
     dtype = str(computing_dtype(str(trainer.precision), next(policy.parameters()).dtype)).removeprefix("torch.")
     engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
@@ -116,7 +116,7 @@ def _eps(dtype: str, *, is_gpu: bool) -> float:
 
 
 def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the lag is measured in the parameters' dtype, which shows smaller steps than autocast."""
+    """Whether to measure the lag in the parameters' dtype, because autocast would round small steps away."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
     is_single = type(module.parallel_models.get("policy")) is SingleModel
     is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
@@ -130,7 +130,7 @@ class Probe:
     after that, or no other replica is right, the run ends.
 
     Args:
-        num: number of sequences; with 0 nothing is compared.
+        num: number of sequences; 0 compares nothing.
     """
 
     def __init__(self, num: int) -> None:
@@ -172,9 +172,9 @@ class Probe:
         return metrics
 
     def check_mismatch(self, metrics: dict[str, float], least_tokens: int) -> None:
-        """Checks an iteration's first minibatch, if `least_tokens` of its tokens are from the current version.
+        """Checks an iteration's first minibatch if at least `least_tokens` tokens are from the current version.
 
-        Raises WeightSyncError on every rank if their logprobs differ by more than rounding.
+        Raises WeightSyncError on every rank if their logprobs differ by more than rounding errors.
         """
         num_tokens = int(metrics.get("sync/num_present_tokens", 0))
         if self.rounding is not None and num_tokens >= least_tokens:
@@ -182,7 +182,7 @@ class Probe:
             check_mismatch("the current weights", num_tokens, mean, largest, metrics["entropy_nats"], self.rounding)
 
     def _sequences(self, module: RLModule) -> list[list[int]]:
-        """Returns the same random token ids in every run: they need no data and exercise every part of the model."""
+        """Returns random token ids, the same in every run; they need no data and exercise every part of the model."""
         num_tokens = min(PROBE_TOKENS, (context_tokens(module.policy_config) or 2**31) - 1)
         vocab_size = module.policy_config.get_text_config().vocab_size
         draw = random.Random(vocab_size)
@@ -219,7 +219,7 @@ class Probe:
         bound = bound_nats(self.rounding.eps, float(trainer_rows.abs().mean()))
         wrong = {
             name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
-            f"{self.rounding}): the mean logprob of its tokens is "
+            f"{self.rounding}): the mean logprob of the probe's tokens is "
             f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the engine"
             for name, difference in differences.items()
             if not difference <= bound
@@ -248,7 +248,7 @@ class Probe:
 
 
 def as_rows(rows: list[list[float]]) -> Tensor:
-    """Returns [B, T - 1], float64, without the sequences' first tokens, which have no logprob."""
+    """Returns logprobs [B, T - 1], float64, without each sequence's first token, which has no logprob."""
     return torch.tensor([row[1:] for row in rows], dtype=torch.float64)
 
 
@@ -257,7 +257,7 @@ def trainer_logprobs(
 ) -> list[list[float]]:
     """Returns the trainer's logprobs of each sequence's tokens, 0 for the first; collective.
 
-    With `is_scaled`, they are at the training temperature instead of 1, and without autocast if possible.
+    With `is_scaled`, they are at the training temperature instead of 1, and computed without autocast if possible.
     """
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")
@@ -288,7 +288,7 @@ def trainer_logprobs(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Sets the temperature to 1, which servers use whatever the request says (SGLang 0.5.23)."""
+    """Sets the temperature to 1, because servers compute logprobs at 1 whatever the request says (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

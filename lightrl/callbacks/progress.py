@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
-# Metric name → its short name in the bar. The first line is about learning, the second about speed.
+# Metric name → short name in the bar. The first line is about learning, the second about speed.
 _LEARNING = {"rollout/reward": "reward", "rollout/accuracy_fraction": "accuracy", "val/accuracy_fraction": "held-out"}
 _SPEED = {
     "rollout/tokens_per_s": "tokens/s",
@@ -41,7 +41,7 @@ _RUN_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}
 _PHASE_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
 _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
-_SILENT_S = 10.0  # an iteration that ends this long after the last printed line gets a line
+_SILENT_S = 10.0  # an iteration gets a line if it ends at least this long after the last printed line
 _SILENT_PHASE_S = 60.0  # without bars, a phase gets a line this long after the last printed line
 _REPAINT_S = 0.1  # between two repaints within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
@@ -56,15 +56,15 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
 
     The second line says what the run is waiting for. Permanent lines of at most 100 characters are printed above them:
     one every `print_every_n_iterations`, one for each iteration that ends at least ten seconds after the last line, and
-    one for each validation. The accuracy is omitted if it equals the reward or the reward reports none; `held-out`
-    then shows the reward. If standard output is not a terminal (a log file, a pipe), only these lines are printed, with
-    the time left, and in a long iteration the current phase once a minute. Terminals get color, unless NO_COLOR is set.
+    one for each validation. The accuracy is omitted if it equals the reward. If the reward reports no accuracy,
+    `held-out` shows the held-out reward. If standard output is not a terminal (a log file, a pipe), only these lines
+    are printed, with the time left and, in a long iteration, the phase once a minute. NO_COLOR turns off colors.
 
     The first line counts the run's batches over all epochs; an RL run has one batch per iteration. A plain
-    LightningModule has only the first line, with the values that it logs with `prog_bar=True`.
+    LightningModule has only the first line, with the values logged with `prog_bar=True`.
 
     Args:
-        refresh_rate: batches between two updates of the first line; with 0 nothing is shown.
+        refresh_rate: batches between two updates of the first line; 0 shows nothing.
         process_position: number of lines to leave free above the bar.
         leave: as in TQDMProgressBar.
         print_every_n_iterations: iterations between two permanent lines.
@@ -289,7 +289,7 @@ def num_batches_of_run(trainer: L.Trainer) -> int | None:
 
 
 def _drop_redundant(values: Mapping[str, object]) -> dict[str, object]:
-    """Drops expected zeros, and one of reward and accuracy if they are equal."""
+    """Drops expected zeros, and either reward or accuracy if they are equal."""
     remaining = {name: value for name, value in values.items() if name not in _OFTEN_ZERO or float(str(value))}
     for name, other in (("accuracy", "reward"), ("reward", "accuracy_fraction")):
         if other in remaining and remaining.get(name) == remaining[other]:
@@ -302,7 +302,7 @@ def _num_batches_done(trainer: L.Trainer) -> int:
 
 
 def _short_number(value: object) -> str:
-    """Formats a number to a nearly constant width, so that the line does not jump."""
+    """Formats a number with a nearly constant width, so that the line does not jump."""
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     if abs(value) >= 1e6:
@@ -325,7 +325,7 @@ def _bar_color(name: str) -> str | None:
 
 
 class ModelLines(ModelSummary):
-    """Replaces Lightning's default summary, whose FLOPs would be 0 and whose train modes would mean nothing.
+    """Replaces Lightning's default summary, which would show 0 FLOPs and meaningless train modes.
 
     policy: Qwen3ForCausalLM, 789 K parameters
     789 K of 789 K parameters are trained, 3.2 MB

@@ -1,4 +1,4 @@
-"""PrometheusMetrics: the run's newest metrics at a port, for Prometheus; needs `pip install prometheus-client`."""
+"""PrometheusMetrics: serves the run's newest metrics to Prometheus; needs `pip install prometheus-client`."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class PrometheusMetrics(RLCallback):
 
     `rollout/reward` is `lightrl_rollout_reward{metric="rollout/reward"}`. `lightrl_iteration` is the number of finished
     iterations and `lightrl_last_iteration_timestamp_seconds` the Unix time at which the last one ended, or `fit` began:
-    an alert on its age finds a run that hangs. Rank 0 serves. docs/grafana.json is a dashboard.
+    an alert on the age of this timestamp detects a hanging run. Only rank 0 serves. docs/grafana.json is a dashboard.
 
     Args:
-        port: 0 picks a free port; the attribute `url` has it.
-        host: address to listen on. Any other than the loopback requires a token in the variable
-            `LIGHTRL_METRICS_TOKEN`; Prometheus sends it by `authorization: {credentials_file: …}`.
+        port: 0 picks a free port; the attribute `url` contains it.
+        host: address to listen on. Any address but the loopback requires a token in the environment variable
+            `LIGHTRL_METRICS_TOKEN`; Prometheus sends it with `authorization: {credentials_file: …}`.
 
     Raises:
-        ValueError: the address is not the loopback and there is no token, or prometheus-client is missing.
+        ValueError: the address is not the loopback and no token is set, or prometheus-client is missing.
         OSError: another process listens on the port.
     """
 
@@ -50,8 +50,8 @@ class PrometheusMetrics(RLCallback):
         self._token = os.environ.get(TOKEN_VARIABLE, "")
         if not self._token and not _is_loopback(host):
             raise ValueError(
-                f"PrometheusMetrics(host={host!r}) can be read by others. Set {TOKEN_VARIABLE}, which Prometheus must "
-                "then send, or leave host at 127.0.0.1."
+                f"PrometheusMetrics(host={host!r}) can be read by others. Set the variable {TOKEN_VARIABLE} to a token "
+                "that Prometheus sends, or leave host at 127.0.0.1."
             )
         self._values: dict[str, float] = {}  # replaced as a whole, so that another thread may read it
         self._close: Callable[[], None] | None = None
@@ -75,7 +75,7 @@ class PrometheusMetrics(RLCallback):
             server.server_close()
 
         self.url, self._close = f"http://{self.host}:{server.server_port}/metrics", close
-        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # an alert on its age finds any hang
+        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # detects a hang in iteration 1 too
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -86,7 +86,7 @@ class PrometheusMetrics(RLCallback):
         self._keep(trainer)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.teardown(trainer, pl_module, "fit")  # Lightning does not
+        self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._close is not None:
@@ -94,7 +94,7 @@ class PrometheusMetrics(RLCallback):
             self.url = self._close = None
 
     def metrics(self) -> Iterator[Metric]:
-        """Yields the metrics by name, each with a sample for every logged name that becomes it."""
+        """Yields a metric per Prometheus name, with a sample for each logged name that maps to it."""
         from prometheus_client.metrics_core import GaugeMetricFamily
 
         families: defaultdict[str, dict[str, float]] = defaultdict(dict)

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 class RLCallback(Callback):
-    """Adds the RL hooks to Lightning's; each does nothing until it is overridden.
+    """Adds the RL hooks to Lightning's Callback; a hook does nothing unless it is overridden.
 
-    The trainer calls an RL hook on every callback that defines it, and on the module (without `trainer` and `module`),
-    so inheriting from this class is optional; it documents the names and signatures.
+    The trainer calls an RL hook on every callback that defines it, and on the module (without `trainer` and `module`).
+    Inheriting from this class is therefore optional; it documents the names and signatures.
     """
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
 
         Callbacks are called in order, then the module; each gets the settings that the previous one returned. Every
-        rank calls it, but all use rank 0's numbers and strings, and only rank 0 uses `group_filter` and `curriculum`.
+        rank calls the hook, but numbers and strings come from rank 0, which alone uses `group_filter` and `curriculum`.
 
         Returns:
             `settings`, or `dataclasses.replace(settings, ...)`.
@@ -46,7 +46,7 @@ class RLCallback(Callback):
         return settings
 
     def on_rollout_start(self, trainer: RLTrainer, module: RLModule) -> None:
-        """Called when an iteration starts to wait for its groups."""
+        """Called when an iteration starts waiting for groups."""
 
     def on_rollout_progress(self, trainer: RLTrainer, module: RLModule, done: int, total: int) -> None:
         """Called a few times a second while waiting: `done` of the iteration's `total` trajectories are finished."""
@@ -58,24 +58,24 @@ class RLCallback(Callback):
         """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have one."""
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the iteration's rewards are set and trajectories whose reward failed are removed.
+        """Called when the iteration's rewards are set and trajectories with a failed reward are removed.
 
-        On-policy, the model calls may already be done by then; otherwise it is called right after `on_rollout_end`.
+        On-policy, model calls that need no rewards may be done by then; otherwise it follows `on_rollout_end` directly.
         """
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
         """Called before the update, when model calls are done and advantages are set.
 
         Returns:
-            None to leave it unchanged, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or
-            other advantages.
+            None to leave the experience unchanged, or `dataclasses.replace(experience.local, ...)` with a smaller loss
+            mask or different advantages.
         """
         return None
 
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
-        """Called before minibatch `index` (from 0) of this iteration's `total`, update epochs included."""
+        """Called before minibatch `index` (from 0) of the iteration's `total`, counted over all update epochs."""
 
     def on_minibatch_end(
         self, trainer: RLTrainer, module: RLModule, metrics: dict[str, float], index: int, total: int

@@ -1,7 +1,7 @@
 """RolloutMetrics: metrics of each iteration that show whether and how fast a run learns.
 
-Shapes: B trajectories, T tokens. Every name ends in its unit; a `_fraction`, 0 to 1, is of trajectories unless stated
-otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
+Shapes: B trajectories, T tokens. Every name ends in a unit; a `_fraction` is a share of trajectories (0 to 1) unless
+stated otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from its
-    rollout and update. `rollout/zero_variance_fraction` is the share of such groups. When it is 1 for several
-    iterations in a row, a warning explains why, once until the share falls. Groups of one trajectory are not counted.
+    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from the
+    group. `rollout/zero_variance_fraction` is the share of such groups. If it is 1 for several iterations in a row, one
+    warning explains why; the next can come only after the share falls. Groups of one trajectory are not counted.
 
-    docs/reference/metrics.md explains each metric. A warning quotes the last failure, each time failures have doubled.
+    docs/reference/metrics.md explains each metric. Each time the number of failures doubles, a warning quotes the last.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
         metrics: your own metrics, by name: `update` gets the iteration's groups, `compute` returns the number to log.
-            Each is reset after every iteration.
+            They are reset after every iteration.
     """
 
     def __init__(self, zero_variance_patience: int = 3, *, metrics: dict[str, Metric] | None = None) -> None:
@@ -63,7 +63,7 @@ class RolloutMetrics(RLCallback):
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # iterations in a row without variance in any group
         self._groups: list[Group] = []  # groups of this iteration
-        self._num_dropped: Counter[str] = Counter()  # reason → number; a reason that has occurred stays, with 0
+        self._num_dropped: Counter[str] = Counter()  # reason → number; 0 for reasons that occurred in the past
         self._num_failed = 0  # failed trajectories in this fit
         self._warns_at = 1  # number of failed trajectories at which the next warning is due
         self._last_failure = ""
@@ -74,7 +74,7 @@ class RolloutMetrics(RLCallback):
         self._num_loss_tokens = 0
         self._rollout_ended_s: float | None = None  # monotonic clock
         self._is_resumed = False  # the first groups were generated before this fit
-        self._validated_at: int | None = None  # the iteration after which a fit has validated last
+        self._validated_at: int | None = None  # the iteration after which a fit last validated
         self._overlapped_s: float | None = None  # from the end of the last rollout to the end of this one
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -167,8 +167,8 @@ class RolloutMetrics(RLCallback):
                     values["rollout/expert_load_entropy_nats"] = load_entropy(load)
         _log(module, values)
 
-        # Advantages relative to the batch's mean, for example, may be nonzero although no group has variance. A
-        # teacher's top-k tokens train the policy without advantages.
+        # Advantages may be nonzero although no group has variance, for example relative to the batch mean. A teacher's
+        # top-k tokens train the policy without advantages.
         advantages = None if "teacher_topk_ids" in local.extras else local.advantages
         can_learn = advantages is None or bool(experience.total(advantages[local.loss_mask].any().int(), "max"))
         comparable = _comparable(self._groups)
@@ -210,7 +210,7 @@ class RolloutMetrics(RLCallback):
 
 
 class MeansSince:
-    """Computes means from running sums, over what was added since the last call."""
+    """Computes means over what was added to running sums since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -276,7 +276,7 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
     )
     effect = "All advantages are 0, so without a KL term the gradient is 0 and the policy learns nothing. "
     if cut_fraction >= 0.9 and correct_fraction < 0.5:
-        problem += f"; {cut_fraction:.0%} were cut at the length limit, before a reward or environment saw their end"
+        problem += f"; {cut_fraction:.0%} were cut at the length limit, so no reward or environment saw how they end"
         advice = "Increase model.sampling.max_new_tokens, or check the stop tokens that the run prints at its start."
     elif all(len({tuple(item.completion_ids) for item in group.trajectories}) == 1 for group in groups):
         problem += " because all completions are the same"
@@ -289,12 +289,12 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
         advice = "Each prompt is always or never solved: use prompts of medium difficulty, or increase group_size."
     elif correct_fraction < 0.5:
         advice = (
-            f"All fail, with {rewards[0]:g}: the task is too hard for this policy, or reward or answer format is "
-            "broken. Read completions in the trajectory log, try the reward function on a correct answer, start with "
-            "easier prompts, give partial reward, or train with SFT first."
+            f"All fail, with reward {rewards[0]:g}: the task is too hard for this policy, or the reward or the answer "
+            "format is broken. Read completions in the trajectory log, try the reward function on a correct answer, "
+            "start with easier prompts, give partial rewards, or train with SFT first."
         )
     else:
-        advice = f"All succeed, with {rewards[0]:g}: the task is too easy or already learned. Use harder prompts."
+        advice = f"All succeed, with reward {rewards[0]:g}: the task is too easy or learned. Use harder prompts."
     return f"{problem}. {effect}{advice}"
 
 

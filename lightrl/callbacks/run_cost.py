@@ -1,4 +1,4 @@
-"""RunCost: the hours of devices that a run has used, and their price, per run and per million trained tokens."""
+"""RunCost: the device hours that a run has used, and their price, in total and per million trained tokens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class RunCost(RLCallback):
     """Logs what a run has used so far, and prints it at the end of `fit`.
 
     `cost/device_hours` is the time since `fit` began × the number of devices. `cost/trained_tokens` counts each loss
-    token of each iteration once, however many update epochs read it. With a price, `cost/price` is in its currency, and
-    so is `cost/price_per_million_tokens`, of trained tokens. A resumed run continues from the checkpoint's figures;
-    what an interrupted run used after its last checkpoint is not in them.
+    token of each iteration once, however many update epochs read it. With a price, `cost/price` and
+    `cost/price_per_million_tokens` (trained tokens) are in the same currency. A resumed run continues from the
+    checkpoint's figures, which omit what the interrupted run used after the checkpoint.
 
     Args:
-        price_per_device_hour: of one device, in any currency; None logs hours and tokens alone.
-        num_devices: devices that the run pays for. By default the GPUs of the trainer's ranks or, on CPUs, the cores
-            of this machine × `num_nodes`. Give it if rollout servers have devices of their own.
+        price_per_device_hour: price of one device, in any currency; None logs only hours and tokens.
+        num_devices: number of devices to pay for. By default the GPUs of the trainer's ranks or, on CPUs, the cores of
+            this machine × `num_nodes`. Set it if rollout servers have their own devices.
     """
 
     def __init__(self, price_per_device_hour: float | None = None, *, num_devices: int | None = None) -> None:
@@ -85,7 +85,7 @@ class RunCost(RLCallback):
         return costs
 
     def _stop(self) -> None:
-        """Ends the time that is paid for; a later `fit` adds its own."""
+        """Ends the time to pay for; a later `fit` adds its own."""
         self._hours_before, self._started_s = self.values()["cost/device_hours"], None
 
     def state_dict(self) -> JsonObject:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# File pattern in the run's folder → its content, the most useful first.
+# File pattern in the run's folder → content of the file; the most useful first.
 KINDS = {
     "config.yaml": "all settings except secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
@@ -215,7 +215,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. Only the log stops after `MAX_LINES` or if the disk is full.
+    `source` is server, reward, rollout or trainer. After `MAX_LINES`, or if the disk is full, only the log stops.
     """
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class _Handler(logging.Handler):
 
 
 def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
-    """Makes `{val/reward}` in a file name insert `val_reward=0.5`; Lightning would make a folder `val`."""
+    """Makes `{val/reward}` in a file name insert `val_reward=0.5`; Lightning would create a folder `val`."""
     names = {
         "filename": checkpoint.filename or "{epoch}-{step}",
         "CHECKPOINT_NAME_LAST": checkpoint.CHECKPOINT_NAME_LAST,
@@ -301,8 +301,8 @@ def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    Also saves at the end and on exceptions, unless another ModelCheckpoint then saves a last checkpoint. The Trainer
-    adds it to every run that saves checkpoints.
+    It also saves at the end and on exceptions, unless another ModelCheckpoint does. The Trainer adds it to every run
+    that saves checkpoints.
 
     Args:
         dirpath: the checkpoint's folder; None means the folder of the run's other checkpoints.

@@ -61,7 +61,7 @@ def test_a_command_measures_the_weights_after_its_iteration(tmp_path: Path, max_
     [
         ("echo no such task; exit 3", {}, "sh ended with exit code 3.*\n.*no such task"),
         ("kill -9 $$", {}, "sh ended with signal SIGKILL"),
-        ("true", {}, "no results as JSON"),
+        ("true", {}, "no JSON results"),
         ("echo '{' > $LIGHTRL_RESULTS/a.json", {}, "a.json is not JSON"),
         ("sleep 600", {"timeout_s": 2}, "did not exit within timeout_s=2"),
     ],
