@@ -28,17 +28,17 @@ _BUCKET_BYTES = 1 << 28
 
 
 class SelfPlay(RLCallback):
-    """Keeps a pool of older versions, one of which plays one role in a fraction of the training episodes.
+    """Keeps a pool of older versions; in a fraction of the training episodes, one of them plays one role.
 
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
-    decodes in this process, with a second copy of the policy. Its tokens are not in the trajectories, so they are never
-    trained on. Checkpoints contain the pool, so a run resumes bit for bit (on a CPU); each version has the size of
-    the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
+    decodes in this process, with a second copy of the policy. The opponent's tokens are not in the trajectories, so
+    they are never trained on. Checkpoints contain the pool, so a run resumes bit for bit (on a CPU); each version is
+    as large as the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
 
     Args:
-        every_n_iterations: how often the current version joins the pool; the initial version is its first.
-        pool_size: number of versions kept; the oldest leaves first.
-        fraction: share of the episodes, 0 to 1, with an opponent; in the others the policy plays every agent.
+        every_n_iterations: how often the current version joins the pool, which starts with the initial version.
+        pool_size: number of versions kept; the oldest is removed first.
+        fraction: share of the episodes, 0 to 1, with an opponent; in the others, the policy plays every agent.
     """
 
     def __init__(self, every_n_iterations: int = 20, *, pool_size: int = 4, fraction: float = 0.5) -> None:
@@ -64,7 +64,7 @@ class SelfPlay(RLCallback):
         if trainer.rollout.workflow is not None:  # on rank 0
             workflows = [item for item in _workflows(trainer.rollout.workflow) if isinstance(item, MultiAgent)]
         if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
-            raise ValueError("SelfPlay needs the workflow MultiAgent, whose agents it plays. Set model.workflow.")
+            raise ValueError("SelfPlay plays agents of the workflow MultiAgent. Set model.workflow to it.")
         if workflows:
             self._engine = LocalEngine(record_routes=False)
             self._engine.place([pl_module.device])
@@ -131,7 +131,7 @@ class SelfPlay(RLCallback):
 
 
 def _workflows(workflow: Any) -> Iterator[Any]:
-    """Yields a workflow, and those of the data's sources."""
+    """Yields a workflow, and the workflows of the data sources if it has any."""
     yield workflow
     yield from getattr(workflow, "workflows", {}).values()
     if hasattr(workflow, "default"):

@@ -40,8 +40,8 @@ class LagWatch:
     """Reports when the policy is, or soon will be, too far from the trajectories that it learns from.
 
     It checks means over the last iterations for three problems. A few tokens carry most of the weight: the effective
-    sample size is below `LOW_ESS_FRACTION`. The policy is far from the one that sampled: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. Steps are larger than the gradients explain, as AdamW's can be: the geometric mean of KL(before ‖
+    sample size is below `LOW_ESS_FRACTION`. The policy is far from the behavior policy: KL(behavior ‖ policy) is above
+    `HIGH_KL_NATS`. Steps are larger than the gradients explain (AdamW can do this): the geometric mean of KL(before ‖
     after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds, see `benchmarks.lag`, docs/algorithms.md.
     """
 
@@ -51,11 +51,11 @@ class LagWatch:
         self._problem = self._find_problem()
 
     def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
-        """Adds an iteration's values; returns the problem that they reveal, or None if there is no new problem.
+        """Adds an iteration's values; returns the problem they reveal, or None if there is no new problem.
 
         Args:
-            step_nats: 0 if unknown, and in the `FIRST_ITERATIONS`.
-            grad_norm: before clipping.
+            step_nats: 0 if unknown, and during the `FIRST_ITERATIONS`.
+            grad_norm: gradient norm before clipping.
         """
         had_problem = self._problem is not None
         self.last.append((ess_fraction, kl_nats, step_nats, grad_norm))
@@ -87,11 +87,11 @@ class StalenessControl(RLCallback):
     """Bounds the staleness of every trained token: current weight version − version that sampled it, in versions.
 
     With 0, the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0, rollouts
-    continue while the policy is updated, up to (η + 1)·P groups ahead; a generation that a weight sync interrupts
-    continues under the new weights.
+    continue while the policy is updated, up to (η + 1)·P groups ahead; generations interrupted by a weight sync
+    continue with the new weights.
 
     The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, it waits
-    (`time/straggler_wait_s`). Trained lengths thus have the same distribution as sampled ones; see docs/async.md.
+    (`time/straggler_wait_s`), so that lengths have the same distribution in training as in sampling; see docs/async.md.
 
     It warns if a few tokens carry most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
     from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
@@ -132,7 +132,7 @@ class StalenessControl(RLCallback):
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         """Checks the staleness of the tokens to be trained on."""
         if trainer.rollout.is_recorded:
-            return  # recorded versions are those of another run
+            return  # recorded versions come from a different run
         local = experience.local
         newest = trainer.weight_version
         oldest = max(0, newest - trainer.rollout.settings.max_staleness)

@@ -56,17 +56,17 @@ class TrajectoryLog(RLCallback):
 
     `advantage` is the mean over the trajectory's loss tokens. If the tokens' advantages differ, `advantages` has one
     per token. `trainer_logprobs` are the trainer's logprobs before the update. `tokens.jsonl` maps each token id that
-    occurred to its text. A file is moved into place when it is complete, and a resumed run replaces the iterations that
-    it repeats. If the disk is full or read-only, a warning is logged, the log stops and the run continues.
+    occurred to its text. A file is moved into place when it is complete, and a resumed run overwrites the iterations
+    that it repeats. If the disk is full or read-only, the log stops with a warning and the run continues.
 
     Args:
-        every_n_iterations: 1 logs everything that a run trains on.
+        every_n_iterations: iterations from one logged iteration to the next; 1 logs all that a run trains on.
         max_per_iteration: maximum number of trajectories per iteration; None writes all, which a replay needs.
-        table_every_n_iterations: how often a table is printed, and logged as `samples`, with each part of the reward,
-            to Weights & Biases, MLflow, TensorBoard and Comet; None for never.
+        table_every_n_iterations: how often a table is printed, and logged as `samples`, with all parts of the reward,
+            to Weights & Biases, MLflow, TensorBoard and Comet; None means never.
         table_rows: number of trajectories in the table, from the highest advantage to the lowest.
-        score_per_iteration: compute the trainer's logprobs of this many trajectories per iteration, with an extra
-            forward on every rank. Logprobs that the update needs anyway are always written.
+        score_per_iteration: number of trajectories per iteration for which to compute the trainer's logprobs, with an
+            extra forward on every rank. Logprobs that the update needs anyway are always written.
     """
 
     run_folder_output = "trajectories"  # two runs must not write it at the same time
@@ -146,7 +146,7 @@ class TrajectoryLog(RLCallback):
         holders = ranks.of_role("policy")
         if ranks.size == 1:
             experience = experience.select(list(range(num)))
-        else:  # all ranks compute the same rows, whose tokens only some ranks have
+        else:  # all ranks compute the same rows, but only some have the tokens
             texts = ranks.broadcast_json([item.to_text() for item in trajectories[:num]] if ranks.is_main else None)
             experience = Experience.from_trajectories([Trajectory.from_text(text) for text in texts])
         rows: list[list[float]] = [[]] * num
@@ -226,7 +226,7 @@ def _records(
     weight_version: int,
     tokenizer: _Tokenizer | None,
 ) -> Iterator[JsonObject]:
-    """Yields a record for each trajectory: first a table's columns, then the trajectory and per-token numbers."""
+    """Yields a record for each trajectory: first the columns of a table, then the trajectory and per-token numbers."""
     prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
@@ -338,7 +338,7 @@ def format_table(
 
 
 def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
-    """Returns one number per trajectory; None if there are no advantages, or the rows are not the trajectories."""
+    """Returns the mean advantage per trajectory; None if there are none, or if rows and trajectories do not match."""
     local = experience.local
     if local.advantages is None or len(experience) != num:
         return [None] * num
@@ -349,7 +349,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    """Returns the texts of the policy and of its environment, one line each."""
+    """Returns the texts of the policy and the environment, one line per part."""
     if tokenizer is None or len(trajectory.turns) < 2:
         return _without_middle(trajectory.completion)
     bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 2**28  # parameters are sent in buckets of this size
 
-# If engine and trainer share devices, the engine holds no device memory during the update, and the optimizer's state
-# is on the device; at any other time that state is in host memory.
+# If engine and trainer share devices: during the update, the engine holds no device memory and the optimizer's state is
+# on the device. At any other time, that state is in host memory.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
@@ -50,7 +50,7 @@ def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
 
 
 def check_no_overlap(max_staleness: int) -> None:
-    """Raises ValueError if rollouts would continue during an update, when a colocated engine has no memory."""
+    """Raises ValueError if rollouts would continue during an update, when a colocated engine holds no memory."""
     if max_staleness > 0:
         raise ValueError(
             f"max_staleness must be 0 with a colocated engine, got {max_staleness}: the engine has no memory for "
@@ -79,11 +79,11 @@ def to_engine(trainer: RLTrainer) -> None:
 
 
 class WeightSync(RLCallback):
-    """Exports the policy after an iteration and loads it into the engine, under the next weight version.
+    """Exports the policy after an iteration and loads it into the engine as the next weight version.
 
     Trainer and engine each have their own copy of the weights. A weight version numbers the engine's copy: version k is
     the policy after k iterations, and every token carries the version that sampled it. The current version is loaded
-    before the first request, including after a resume and before sanity check, validate, test and predict.
+    before the first request, also after a resume and before sanity check, validate, test and predict.
 
     The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
     engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
@@ -92,7 +92,7 @@ class WeightSync(RLCallback):
     replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
     Bounds on `sync/mismatch_present_abs_dlogp_nats` and on the largest difference detect stale caches and restarts
-    between syncs. `policy/lag_*` measures the policy's lag alone; see lag_probe.py and docs/reference/metrics.md.
+    between syncs. `policy/lag_*` measures only the policy's lag; see lag_probe.py and docs/reference/metrics.md.
 
     An engine with `placement: colocated` releases its memory before each update, and the optimizer's state is in host
     memory while the engine generates.
@@ -100,9 +100,9 @@ class WeightSync(RLCallback):
     Args:
         every_n_iterations: above 1, the engine lags behind on purpose; `StalenessControl.max_staleness` must be at
             least `every_n_iterations - 1`.
-        verify: False trusts the engine: no probe, no digests, no bound on the mismatch, and with `max_staleness` no
+        verify: False trusts the engine: no probe, no digests, no bound on the mismatch and, with `max_staleness`, no
             copies of η + 1 versions of the trained parameters in host memory (see answer_check.py). `all` compares all
-            trajectories, not only a few, with the trainer's logprobs, which takes one more forward pass.
+            trajectories, not only a few, with the trainer's logprobs, which takes an extra forward pass.
     """
 
     def __init__(self, every_n_iterations: int = 1, verify: bool | Literal["all"] = True) -> None:
@@ -214,14 +214,14 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
 
 
 class RankShares:
-    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks make the same decision."""
+    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks decide the same."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
         self._rollout: object = None  # the rollout for which `_folder` was chosen
 
     def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yields buckets of the parts that the engine loads, part by part, for `rollout.load_weights`.
+        """Yields the buckets for `rollout.load_weights`, one part that the engine loads after another.
 
         Collective; each rank must read all buckets.
         """
@@ -237,7 +237,7 @@ class RankShares:
     def _part_buckets(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """Returns buckets of the part's parameters, from every rank or rank 0; `added`, which is small, from rank 0."""
+        """Returns buckets of a part's parameters, from every rank or only rank 0 (`added`, which is small)."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has this setting
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
@@ -250,7 +250,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Each rank except 0 writes its share to the folder; rank 0 yields its share, then the files of the other ranks.
+    """Yields rank 0's share, then the files of the other ranks, each of which writes its share to the folder.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

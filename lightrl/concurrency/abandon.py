@@ -1,4 +1,4 @@
-"""Waits for tasks and futures, and abandons those that nobody needs any more. Tasks ends the run at the first error."""
+"""Waits for tasks and futures, and abandons those no longer needed. Tasks ends the run at the first error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
 
 def abandon(futures: Iterable[AnyFuture]) -> None:
-    """Cancels each future once, so that it can clean up, and ignores the outcomes."""
+    """Cancels each future only once, so that it can clean up, and ignores the outcomes."""
     for future in futures:
         if future.done():
             _ignore(future)
@@ -73,7 +73,7 @@ class Tasks:
     """Starts tasks; the first error of any of them ends the run. Used only on the controller's event loop."""
 
     def __init__(self) -> None:
-        self.failure: BaseException | None = None  # the first one; it ends the run
+        self.failure: BaseException | None = None  # the first error, which ends the run
         self.changed = asyncio.Event()  # the run has failed, or a group is done
         self._spawned: set[asyncio.Task[object]] = set()  # the event loop keeps only weak references
 

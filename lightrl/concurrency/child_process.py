@@ -1,4 +1,4 @@
-"""ChildProcess: a command on this machine that exits with this process, or a module that serves it over a socket."""
+"""ChildProcess: a command that exits with this process, or a module that serves this process over a socket."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 class ChildProcess:
     """A command with a guard (parent_guard.py), which ends it and its descendants when this process exits.
 
-    The constructor starts it. The methods may be called from any thread, even after the command has exited.
+    The constructor starts the command. Methods may be called from any thread, even after the command has exited.
 
     Args:
         environment: all environment variables of the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
-        log: a file descriptor for its output, or `subprocess.PIPE` to read it from `output`; None shares this process's
-            output.
+        log: a file descriptor for the command's output, or `subprocess.PIPE` to read the output from `output`; None
+            uses this process's output.
         remove: a file that the guard deletes at the end.
         folder: the working directory; None uses this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.
@@ -66,7 +66,7 @@ class ChildProcess:
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
         """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
 
-        The child uses one thread unless this process's environment says otherwise. At the end it gets SIGKILL.
+        The child uses one thread unless this process's environment says otherwise. It is ended by SIGKILL.
         """
         parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
@@ -98,7 +98,7 @@ class ChildProcess:
         """Sends SIGTERM, and SIGKILL after the grace period; returns immediately. Only the first call counts."""
         pipe = self._process.stdin
         assert pipe is not None
-        with contextlib.suppress(OSError, ValueError):  # it has exited, or was asked before
+        with contextlib.suppress(OSError, ValueError):  # the guard has exited, or was asked before
             pipe.write(f"{grace_s}".encode())
         with contextlib.suppress(OSError):
             pipe.close()
@@ -143,7 +143,7 @@ def ending_of(code: int) -> str:
 
 
 def connect_to_parent() -> socket.socket:
-    """Returns the socket to the parent; called first by the `main` of a module that `of_module` started."""
+    """Returns the socket to the parent; a `main` that `of_module` started must call this first."""
     parent = socket.socket(fileno=int(sys.argv[1]))
     parent.set_inheritable(False)
     del sys.argv[1:]
@@ -153,5 +153,5 @@ def connect_to_parent() -> socket.socket:
 
 
 def import_path(*first: str) -> list[str]:
-    """Returns the `first` folders, followed by those of this process's import path."""
+    """Returns the `first` folders, then the folders of this process's import path."""
     return [str(Path(entry).absolute()) for entry in (*first, *sys.path)]  # "" is the working directory

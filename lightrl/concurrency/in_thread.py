@@ -1,7 +1,7 @@
 """Runs blocking functions in daemon threads, for async code, for user code with a deadline, and for blocking callers.
 
 A thread cannot be killed. A thread that hangs is abandoned: neither the event loop nor the exit of the process waits
-for it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, and logs warnings meanwhile.
+for it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, logging warnings meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MAX_ABANDONED = 64  # running threads of one name
+MAX_ABANDONED = 64  # running threads with the same name
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
@@ -42,7 +42,7 @@ async def outcome_in_thread(
     """Like `in_thread`, but returns the result and the exception instead of raising it.
 
     Raises:
-        RuntimeError: if MAX_ABANDONED threads of this name hang; the message names their functions.
+        RuntimeError: if MAX_ABANDONED threads with this name hang; the message names their functions.
     """
     for thread in [thread for thread in _abandoned if not thread.is_alive()]:
         _abandoned.pop(thread, None)
@@ -51,7 +51,7 @@ async def outcome_in_thread(
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
             f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give each function a deadline, or make it an async function, which can be cancelled"
+            "more are started. Give each function a deadline, or make it async, so that it can be cancelled"
         )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
     process = os.getpid()
@@ -75,7 +75,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Exits if user code has forked `process`, because the copy would otherwise continue the run like the original."""
+    """Exits if user code has forked `process`: the copy would otherwise continue the run as well."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -105,7 +105,7 @@ class CallTimeout(RolloutError):
 async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float | None, name: str) -> Any:
     """Returns the result of `function(*args)`, which must finish within `timeout_s`.
 
-    On cancellation and at the deadline an async function is cancelled but not awaited, as it may ignore that.
+    On cancellation and at the deadline, an async function is cancelled but not awaited: it may ignore the cancellation.
 
     Args:
         function: sync or async, or a sync function that returns an awaitable.
@@ -127,7 +127,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
             "arguments."
         )
     if task.cancelled():
-        raise RolloutError(f"{name} cancelled itself. Catch asyncio.CancelledError in it.")
+        raise RolloutError(f"{name} cancelled itself. Catch asyncio.CancelledError there.")
     value, error = task.result()
     if isinstance(error, RolloutError):
         raise error
@@ -138,7 +138,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
 
 
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
-    """Runs a function, in a thread unless it is async; returns its result and its exception instead of raising it."""
+    """Runs a function, in a thread unless it is async; returns the result and the exception instead of raising it."""
     process = os.getpid()
     # SystemExit would otherwise stop the event loop instead of becoming the task's result.
     try:
@@ -191,7 +191,7 @@ def side_by_side(function: Callable[[A], T], arguments: Sequence[A], *, name: st
     """Calls the function in parallel; returns the results in order, or raises the first error once all have finished.
 
     Args:
-        arguments: one for each call, at least one; all calls but the first run in threads of this name.
+        arguments: one for each call, at least one; all calls but the first run in threads with this name.
     """
     futures = [submit(function, argument, name=name) for argument in arguments[1:]]
     try:

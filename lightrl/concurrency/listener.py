@@ -1,4 +1,4 @@
-"""Listener: accepts a server's connections, and limits those of clients without its key."""
+"""Listener: accepts a server's connections, and limits connections of clients without the key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNDER_PRESSURE_S = 1.0  # the same deadline while other connections are waiting
 class Listener:
     """Accepts up to three quarters of this process's file limit as connections, and up to an eighth without a key.
 
-    Further connections wait in the kernel's queue, because anybody who can reach the port can connect and send nothing.
+    Further connections wait in the kernel's queue: anybody who can reach the port could connect and send nothing.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Listener:
             loop.call_later(_HEADERS_S, self._close_keyless, _HEADERS_S)
 
     def _close_keyless(self, age_s: float) -> None:
-        """Closes connections that have not sent a key for this long."""
+        """Closes connections that have been open this long without sending the key."""
         now = asyncio.get_running_loop().time()
         for transport, since in list(self._keyless.items()):
             if transport.is_closing() or now - since >= age_s:

@@ -1,7 +1,7 @@
 """LoopThread runs the rollouts' event loop in a daemon thread; settle_all sets the results of futures on any loop.
 
-The main thread submits a coroutine and waits. It checks the deadlines itself, so that it notices a blocked event loop,
-and keeps handling signals. Other threads send results with `settle_all`, which wakes each loop once.
+The main thread submits a coroutine and waits. It checks deadlines itself, so it notices a blocked event loop and keeps
+handling signals. Other threads send results with `settle_all`, which wakes each loop once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LoopThread(threading.Thread):
     """A thread with an event loop that runs until `close`.
 
     Args:
-        loop_timeout_s: a loop that does not respond for this long counts as blocked, and calls raise RolloutError.
+        loop_timeout_s: a loop that does not respond for this long counts as blocked; calls then raise RolloutError.
         on_exit: called in this thread with a SystemExit or KeyboardInterrupt that a task raised through the loop.
     """
 
@@ -117,7 +117,7 @@ class LoopThread(threading.Thread):
                 self._on_exit(error)
         while tasks := asyncio.all_tasks(self.loop):
             try:
-                for task in tasks:  # nobody needs them; this runs their `finally` and wakes their waiters
+                for task in tasks:  # no longer needed; this runs their `finally` and wakes whoever waits for them
                     task.cancel()
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=_LAST_TASKS_S))
                 break
@@ -188,7 +188,7 @@ class LoopThread(threading.Thread):
         position = f"It is at {line.filename}:{line.lineno}, in {line.name}. " if line is not None else ""
         return RolloutError(
             f"The rollout event loop did not answer for loop_timeout_s={self.loop_timeout_s:g}. {position}A workflow, "
-            "environment or async reward is blocking it. Use await there, or move the work to a thread."
+            "environment or async reward is blocking it. Use await, or move the work to a thread."
         )
 
 

@@ -1,8 +1,8 @@
-"""Marks in names, and locks of folders: which process created or uses a file or folder, and whether it is running.
+"""Marks in names and locks on folders: they tell which process owns a file or folder, and whether it is running.
 
 A mark is `<process id>-<start time>-<host>`, because process ids are reused and hosts share folders. The start time is
 the kernel's, in clock ticks since boot, or 0 on systems without /proc. Containers on one machine count as separate
-hosts, because they may share /tmp, but not process ids.
+hosts, because they may share /tmp but have separate process ids.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _held: dict[Path, int] = {}  # lock file → its descriptor
 
 
 def own_mark() -> str:
-    """Returns the mark of this process; not cached, because a fork is a different process."""
+    """Returns the mark of this process; not cached, because a forked process needs a new mark."""
     return f"{os.getpid()}-{_started(os.getpid()) or 0}-{_host()}"
 
 
 def may_run(mark: str) -> bool:
-    """Whether the process with this mark may be running; also True for other hosts and for text that is not a mark."""
+    """Whether the process with this mark may be running; always True for other hosts and for text without a mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -60,7 +60,7 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
 
 
 def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
-    """Returns a prefix for names in a folder, by default the temporary one; first removes dead processes' leftovers."""
+    """Returns a prefix for names in a folder (default: the temporary one); first removes dead processes' leftovers."""
     remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 
@@ -74,10 +74,10 @@ def kill_owner(mark: str) -> None:
 
 
 def hold(folder: Path, setting: str) -> None:
-    """Locks a folder for this process until `let_go`, also against other hosts if their file system has such locks.
+    """Locks a folder for this process until `let_go`, also against other hosts if the file system supports that.
 
     Raises:
-        ValueError: if another process holds the folder; it names the setting.
+        ValueError: if another process holds the folder; the message names the setting.
     """
     lock = _lock_of(folder)
     while lock not in _held:
@@ -91,11 +91,11 @@ def hold(folder: Path, setting: str) -> None:
         except BlockingIOError:
             os.close(descriptor)
             raise ValueError(
-                f"{setting}={str(folder)!r} is in use by another run. Give each run a folder of its own."
+                f"{setting}={str(folder)!r} is in use by another run. Give each run its own folder."
             ) from None
         except OSError:  # a file system without locks
             pass
-        with contextlib.suppress(FileNotFoundError):  # another run has just let go of it
+        with contextlib.suppress(FileNotFoundError):  # another run has just released it
             if os.path.samestat(os.fstat(descriptor), lock.stat()):
                 _held[lock] = descriptor
                 return
@@ -103,7 +103,7 @@ def hold(folder: Path, setting: str) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """Ends this process's lock of a folder, if any."""
+    """Releases this process's lock on a folder, if any."""
     if (descriptor := _held.pop(_lock_of(folder), None)) is not None:
         _lock_of(folder).unlink(missing_ok=True)
         os.close(descriptor)

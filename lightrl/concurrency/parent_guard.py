@@ -1,6 +1,6 @@
-"""The guard process, which ends a command when its parent exits. ChildProcess (child_process.py) starts it.
+"""The guard process, which ends a command when the parent exits. ChildProcess (child_process.py) starts it.
 
-It runs this file as a script, which imports no packages. PARENT_PID 0 means the guard's parent, without a pipe:
+It runs this file as a script that imports no packages. PARENT_PID 0 means the guard's own parent, without a pipe:
 
     `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
@@ -9,10 +9,10 @@ It runs this file as a script, which imports no packages. PARENT_PID 0 means the
 The guard ends the command if the parent writes into the pipe, if the pipe closes (the parent exited or was killed with
 -9), if the parent dies (a forked child may still hold the pipe open), or on SIGTERM. It sends the command SIGTERM,
 waits GRACE_S seconds or the time that the parent wrote, and then sends SIGKILL to the command's group. Linux makes
-processes that left the group the guard's children when their parents die. They get SIGKILL after a second, so that they
-can clean up. If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The
-exit code is the command's, or 128 + n for signal n. The file REMOVE, if one is given, is deleted at the end. The
-command inherits the descriptors that the parent passes to the guard (`pass_fds`).
+processes that left the group the guard's children when their parents die. They get a second to clean up, then SIGKILL.
+If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The exit code is the
+command's, or 128 + n for signal n. The file REMOVE, if one is given, is deleted at the end. The command inherits the
+descriptors that the parent passes to the guard (`pass_fds`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
         poller.register(os.pidfd_open(process.pid), select.POLLIN)
     parent = parent or os.getppid()
     while os.getppid() == parent and not poller.poll(_TICK_S * 1000) and process.poll() is None:
-        with contextlib.suppress(ChildProcessError):  # reaps adopted children that have ended
+        with contextlib.suppress(ChildProcessError):  # reaps adopted children that have exited
             while (ended := os.waitid(os.P_ALL, 0, _ENDED)) and ended.si_pid != process.pid:
                 os.waitpid(ended.si_pid, 0)
 
@@ -105,8 +105,8 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _kill_descendants() -> None:
     """Waits a second for this process's descendants to exit, then sends SIGKILL until none is left.
 
-    A process that a scan of /proc misses, for example because it was forked meanwhile, becomes a child of this process,
-    which waits until it has no children. Without /proc it does nothing.
+    A process that a scan of /proc misses, for example because it was just forked, becomes a child of this process. This
+    process waits until it has no children. Without /proc, the function does nothing.
     """
     deadline = time.monotonic() + _ORPHANS_GRACE_S
     with contextlib.suppress(ChildProcessError):  # none is left
@@ -120,7 +120,7 @@ def _kill_descendants() -> None:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Lists the descendants' process ids, including zombies, whose remaining threads may still have children."""
+    """Lists the descendants' process ids, including zombies: their remaining threads may have children."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has exited

@@ -23,13 +23,13 @@ _MAX_BYTES = 1 << 36
 
 
 class BadMessage(Exception):
-    """A channel received data that is not one of its messages."""
+    """A channel received data that is not a valid message."""
 
 
 class Channel:
     """One end of a channel; belongs to the event loop that opened it. Messages arrive in the order they were sent.
 
-    Sending never waits. Unread messages stay in this process's memory, and are dropped once the other process exits.
+    Sending never waits. Unread messages stay in this process's memory and are dropped when the other process exits.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -81,7 +81,7 @@ class LineBuffer:
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """Returns the lines that the stream's next piece completes; b"" is the end, which completes the last line."""
+        """Returns the lines that the next piece of the stream completes; b"" is the end and completes the last line."""
         if b"\n" not in data and 0 < len(data) < _MAX_LINE_BYTES - len(self._rest):
             self._rest += data
             return []
@@ -103,7 +103,7 @@ async def body_of(response: aiohttp.ClientResponse, max_bytes: int) -> bytes | N
     return b"".join(parts) if num_bytes <= max_bytes else None
 
 
-# HTTP status codes of a server or load balancer that is unavailable or overloaded, so that a retry may succeed.
+# HTTP status codes of an unavailable or overloaded server or load balancer: a retry may succeed.
 BUSY = (408, 425, 429, 502, 503, 504)
 
 

@@ -29,7 +29,7 @@ _ADVICE = {
     "score": "Increase model.microbatch_tokens as far as memory allows, or remove a model that nothing needs.",
     "update": "Increase model.microbatch_tokens as far as memory allows, use more devices, or set update_epochs=1.",
     "sync": "Sync less often: make iterations larger, or set WeightSync.every_n_iterations.",
-    "data": "Prompts are prepared too slowly: prepare them once, or read them from local files.",
+    "data": "Preparing prompts is too slow: prepare them once, or read them from local files.",
 }
 
 
@@ -116,7 +116,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
-    """Returns the waiting time during which some generations ran, but fewer than half of their peak number."""
+    """Returns the waiting time during which generations ran, but fewer than half of the peak number."""
     edges = sorted([(event.start_ns, 1) for event in generations] + [(event.end_ns, -1) for event in generations])
     peak = num = 0
     for _, change in edges:
@@ -133,8 +133,8 @@ def _tail_ns(generations: Sequence[Event], waiting: Intervals) -> int:
 def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> SummaryJson | None:
     """Returns the mean times of an iteration, in seconds, and the area to look at first; None without iterations.
 
-    The first iteration is a warm-up, and is left out if there are others. `gain` is an iteration's speed-up if the area
-    took no time, which is an upper bound. `overlaps` means that rollouts already run during the update.
+    The first iteration is a warm-up, and is left out if there are others. `gain` is an upper bound: an iteration's
+    speed-up if the area took no time. `overlaps` means that rollouts already run during the update.
     """
     times = all_times[1:] or all_times
     if not times:
@@ -157,7 +157,7 @@ def summary_of(all_times: Sequence[AreaTimes], *, overlaps: bool = False) -> Sum
 
 
 def summary_text(summary: SummaryJson) -> str:
-    """Formats the summary that a run prints at its end."""
+    """Formats the summary that a run prints at the end."""
     total, areas, first = summary["total_s"], summary["areas_s"], summary["look_first_at"]
     lines = [f"Where the time went: {_seconds(total)} per iteration ({summary['iterations']} traced)"]
     for name, seconds in areas.items():
@@ -183,7 +183,7 @@ def advice_of(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"For {share:.0%} of it, fewer than half of the generations ran: it waited for a few long ones.")
+        advice.append(f"For {share:.0%} of it, fewer than half of the generations ran: a few long ones held it up.")
     return " ".join(advice) or "Add servers (trainer.engine), or shorten completions (model.sampling.max_new_tokens)."
 
 

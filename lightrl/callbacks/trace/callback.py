@@ -1,4 +1,4 @@
-"""Trace: records what each process did and when, as a file for Perfetto, and summarizes where the time went."""
+"""Trace: records what each process did and when, in a file for Perfetto, and summarizes where the time went."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _MIB = 2**20
 class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json`, which joins them on one clock.
 
-    Open it at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At the
-    end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first, the
-    speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
+    Open the trace at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At
+    the end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first,
+    the speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
     callback skips as many iterations as needed to stay within `max_cost`.
 
-    Times are measured on the host, which only launches a GPU's kernels; their time appears in the next step that waits
-    for a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.
+    Times are measured on the host, which only launches GPU kernels; kernel time appears in the next step that waits for
+    a result (`profiler: pytorch` shows kernels). Collectives in FSDP's layers are part of forward and backward.
 
     Args:
         max_cost: maximum share of the run's time that tracing may take, 0 to 1.
@@ -256,7 +256,7 @@ def _num_bytes(tensor: Tensor | None) -> int:
 
 
 def memory_text(summary: SummaryJson) -> str:
-    """Formats the memory of this process by phase, of its models by role, and of its child processes."""
+    """Formats the memory of this process by phase, of models by role, and of child processes."""
     peaks = [f"{phase} {_joined(kinds)}" for phase, kinds in summary["memory_peak_mib"].items()]
     roles = [f"{role} {_joined(sizes)}" for role, sizes in summary["memory_of_roles_mib"].items()]
     lines = ["Memory of rank 0 in MiB", f"  peak of each phase: {'; '.join(peaks)}"]

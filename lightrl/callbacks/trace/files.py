@@ -2,8 +2,8 @@
 
 Files are in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: a JSON array with one
 event per line and no closing bracket, which the format allows. So a file can be read while the run writes it, and a
-killed run keeps all its events. In the viewer, each process is a group of rows (`pid` is its rank) and each track a row
-(`tid`), or several rows if its events overlap.
+killed run keeps all events. In the viewer, each process is a group of rows (`pid` is the rank), and each track is a row
+(`tid`), or several rows if events overlap.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lightrl.trace import Event, trace_files
 from lightrl.trace.spans import host_bytes
 
 # Barriers bound the offset of a machine's clock from rank 0's, without assumptions about the network: no rank leaves a
-# barrier before the last has arrived. So any clock read after a barrier is later than any clock read before it, and
-# each barrier bounds the offset of two clocks from both sides.
+# barrier before the last has arrived. So any reading after a barrier is later than any reading before it, on any rank,
+# and each barrier bounds the offset of two clocks from both sides.
 
 Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
 
@@ -144,8 +144,8 @@ def join_traces(folder: Path) -> Path | None:
 class MemoryPeaks:
     """Records the peak memory of each named block, in bytes: `host` (resident), and `cuda` if there is a GPU.
 
-    Linux records a process's peak since the last reset, and a process can usually reset its peak. If it cannot, the
-    host's peak is that since the process started. Blocks must not be nested.
+    Linux records a process's peak since the last reset, which the process can usually do itself. If it cannot, `host`
+    is the peak since the process started. Blocks must not be nested.
     """
 
     def __init__(self) -> None:
