@@ -1,4 +1,4 @@
-"""ModelCalls and their graph: which model computes which keys from which inputs. The graph is checked before a run.
+"""ModelCalls and their graph: which model computes which keys from which inputs. A run first checks the graph.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -23,13 +23,13 @@ from lightrl.trajectory import Sampling
 
 Kind = Literal["generate", "infer", "train"]
 
-GENERATE, REWARD = "generate", "reward"  # the controller runs them, trajectory by trajectory
+GENERATE, REWARD = "generate", "reward"  # the controller runs these calls, trajectory by trajectory
 ADVANTAGES = "advantages"
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """One use of one model, or of a function, on the whole iteration's Experience.
+    """One use of a model or a function on the whole iteration's Experience.
 
     `run(experience, trajectories)` gets the same rows in both arguments. It returns a tensor for a single output, or a
     dict with a tensor for each output: [B], [B, T] or [B, T, ...], in row order, without gradient. Without `run` the
@@ -42,7 +42,7 @@ class ModelCall:
     """
 
     name: str  # unique within a module
-    role: str | None = None  # a key of `RLModule.models()`; None: uses no trainer model, runs in a separate thread
+    role: str | None = None  # a key of `RLModule.models()`; None uses no trainer model and runs in a separate thread
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that the call needs
     outputs: tuple[str, ...] = ()  # keys that the call produces; a new name becomes an extra
@@ -53,7 +53,7 @@ class ModelCall:
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
-    # Rank 0's trajectories → what the model reads of each (OtherPrompts); a call `after` it may add other rows.
+    # Rank 0's trajectories → the prompt to read for each (OtherPrompts); a call `after` it may add other rows.
     prompts: Callable[..., Any] | None = field(default=None, compare=False)
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
@@ -83,7 +83,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """Says where a role's model is: on the server at `url`, or in the trainer."""
+    """Tells where a role's model is: on the server at `url`, or in the trainer."""
 
     @property
     def url(self) -> str | None: ...
@@ -96,12 +96,12 @@ class DataFlowGraph:
     """Model calls, sorted into an order in which they can run. Edges come from the keys and from `after`.
 
     Args:
-        calls: in any order.
+        calls: the model calls, in any order.
         roles: the names of the module's models.
         given: keys that exist before any call, for example those of a trajectory file.
 
     Raises:
-        ValueError: for a duplicate name, an unknown role, a needed key that no call produces, a key that several calls
+        ValueError: for a duplicate name, an unknown role, an input that no call produces, a key that several calls
             produce, an unknown name in `after`, or a cycle.
     """
 
@@ -132,7 +132,7 @@ class DataFlowGraph:
     def before_rewards(self) -> set[str]:
         """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
 
-        Empty if a call other than the advantages reads rewards, because that call would have to wait for them too.
+        Empty if a call other than the advantages reads rewards, because that call would have to wait for rewards too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run
@@ -149,7 +149,7 @@ class DataFlowGraph:
                 other = producers.get(key) or ("the rollout" if key in self.given else None)
                 if other is not None and (call.prompts is None or other not in call.after):
                     raise ValueError(
-                        f"Model call {call.name!r} produces {key!r}, which {other!r} already produces. Rename it."
+                        f"Model call {call.name!r} produces {key!r}, but {other!r} already does. Rename the key."
                     )
                 producers[key] = call.name
         return producers
@@ -160,27 +160,27 @@ class DataFlowGraph:
         unknown = [name for name in call.after if name not in names]
         if unknown:
             raise ValueError(
-                f"after of model call {call.name!r} must name calls among {sorted(names)}, got {unknown[0]!r}."
+                f"`after` of model call {call.name!r} must name calls among {sorted(names)}, got {unknown[0]!r}."
             )
         missing = [key for key in call.inputs if key not in self.producers and key not in self.given]
         if missing:
             raise ValueError(
                 f"Model call {call.name!r} needs {missing[0]!r}, which no call produces. The existing keys are "
-                f"{sorted({*self.producers, *self.given})}. Add a call that produces it, or fix the key."
+                f"{sorted({*self.producers, *self.given})}. Add a call that produces this key, or fix its name."
             )
         needed = [self.producers[key] for key in call.inputs if key in self.producers]
         updates = [other.name for other in calls if other.kind == "train" and other.name in {*needed, *call.after}]
         if updates and call.kind != "train":
             raise ValueError(
-                f"Model call {call.name!r} comes after the update {updates[0]!r}, but an iteration ends with its "
-                "updates. Change its inputs or after."
+                f"Model call {call.name!r} runs after the update {updates[0]!r}, but updates must come last in an "
+                "iteration. Change the call's `inputs` or its `after`."
             )
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Sorts calls topologically; calls that wait for nothing outside the trainer come first.
+        """Sorts calls topologically; calls that need not wait for threads come first.
 
-        The order depends only on the graph, so every rank runs its models' collectives in the same order.
+        The order depends only on the graph, so every rank runs the models' collectives in the same order.
         """
         by_name = {call.name: call for call in calls}
         waits_for_thread: dict[str, bool] = {}
@@ -190,8 +190,8 @@ class DataFlowGraph:
             ready = [call for call in pending if all(name in waits_for_thread for name in self.edges[call.name])]
             if not ready:
                 raise ValueError(
-                    f"Model calls wait for each other: {' -> '.join(self._find_cycle(pending))}. Remove one of the "
-                    "keys from inputs, or one name from after."
+                    f"Model calls wait for each other: {' -> '.join(self._find_cycle(pending))}. Remove a key from "
+                    "their `inputs`, or a name from their `after`."
                 )
             for call in ready:
                 waits_for_thread[call.name] = any(
@@ -225,7 +225,7 @@ def iteration_graph(
     """Builds the graph of everything that an iteration computes, from the prompt to the updates.
 
     Raises:
-        ValueError: if a model call is an update, a server cannot compute its call, or DataFlowGraph refuses the calls.
+        ValueError: if a model call is an update, a server cannot compute a call, or DataFlowGraph rejects the calls.
     """
     model_calls = [_with_server(call, roles.get(call.role or ""), sampling) for call in model_calls]
     update = next((call for call in model_calls if call.kind != "infer"), None)
@@ -258,7 +258,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
 
 
 def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
-    """Returns the call, with the URL of its role's server if there is one.
+    """Returns the call, with the URL of the role's server if there is one.
 
     Raises:
         ValueError: if a server cannot compute the outputs.
@@ -268,15 +268,15 @@ def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling
     url, is_scalar = source.url, source.head == "scalar"
     if is_scalar and "values" in call.outputs:
         raise ValueError(
-            f"The {call.role} must have a path or config, got url={url!r}: a server gives one number after a "
+            f"The {call.role} must have a path or config, got url={url!r}: a server returns one value after the "
             "trajectory, not one before each token."
         )
     if not is_scalar and (sampling.temperature != 1 or sampling.min_new_tokens or sampling.is_truncated):
         raise ValueError(
-            f"The {call.role} is behind {url}, which scores tokens at temperature 1 with no token masked, so sampling "
+            f"The {call.role} is on {url}, which computes logprobs at temperature 1 with no token masked, so sampling "
             "must have temperature 1, min_new_tokens 0, top_p 1 and top_k -1, got "
             f"{sampling.temperature:g}, {sampling.min_new_tokens}, {sampling.top_p:g} and {sampling.top_k}. Change "
-            "them, or set the model's path instead of url."
+            "these, or set the model's path instead of url."
         )
     return replace(call, url=url)
 

@@ -1,4 +1,4 @@
-"""The exceptions of a run, as a tree. Errors that a user can fix before the run are ValueErrors or TypeErrors instead.
+"""The exceptions of a run, as a tree. Errors that a user can fix before the run are ValueErrors and TypeErrors.
 
 LightRLError
 ├── EngineError               the rollout engine failed
@@ -8,7 +8,7 @@ LightRLError
 │       └── WeightSyncUndone  the engine still serves the previous weights
 ├── RolloutError              a workflow or an environment failed, or no batch came in time
 ├── RewardError               a reward function raised, returned no finite number, hung or was killed
-├── OtherRankFailed           another process of the run failed first, so this one had to stop
+├── OtherRankFailed           another process of the run failed first, so this process had to stop
 └── TrainingError             the update cannot continue (repeated non-finite gradients)
 """
 
@@ -42,7 +42,7 @@ class WeightSyncUndone(WeightSyncError):
 class RolloutError(LightRLError):
     """A workflow or an environment failed, or no batch of groups was complete before the deadline."""
 
-    trajectory: object = None  # what a workflow recorded until it failed, for the log
+    trajectory: object = None  # what a workflow had recorded before it failed, for the log
 
 
 class RewardError(LightRLError):
@@ -62,7 +62,7 @@ class RewardError(LightRLError):
 
 
 class OtherRankFailed(LightRLError):
-    """Another process of the run failed first; `__cause__` is the error that its failure caused in this process."""
+    """Another process of the run failed first; `__cause__` is the error that this failure caused here."""
 
 
 class TrainingError(LightRLError):

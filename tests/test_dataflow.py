@@ -70,10 +70,10 @@ def test_nothing_runs_before_rewards_that_another_call_waits_for(reader: ModelCa
         ([own("a", "b"), own("b", "c"), own("c", "a")], "wait for each other: a -> c -> b -> a. Remove one"),
         (
             [REFERENCE, ModelCall("again", "policy", "infer", ("token_ids",), ("reference_logprobs",))],
-            "'again' produces 'reference_logprobs', which 'reference' already produces",
+            "'again' produces 'reference_logprobs', but 'reference' already does",
         ),
-        ([own("token_ids")], "'token_ids' produces 'token_ids', which 'the rollout' already produces"),
-        ([own("late", after=("update",)), UPDATE], "'late' comes after the update 'update', but an iteration ends"),
+        ([own("token_ids")], "'token_ids' produces 'token_ids', but 'the rollout' already does"),
+        ([own("late", after=("update",)), UPDATE], "'late' runs after the update 'update', but updates must come last"),
     ],
     ids=["name twice", "no such role", "nobody runs", "no producer", "nobody", "circle", "twice", "given", "late"],
 )

@@ -119,8 +119,8 @@ class AdaptiveKL(ReferenceKL):
             )
         if policy.tuning.keeps_base:
             raise ValueError(
-                f"reference.decay={self.decay} moves the reference towards the policy's weights, but lora does not train "
-                "them. Leave out decay, or train all weights."
+                f"reference.decay={self.decay} moves the reference towards the policy's weights, but lora does not "
+                "train them. Leave out decay, or train all weights."
             )
 
     def check_models(self, reference: torch.nn.Module, policy: torch.nn.Module) -> None:

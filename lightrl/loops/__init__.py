@@ -4,9 +4,9 @@ Reading order:
     rollout_stage.py  opens, checks and closes what a fit or validate needs: reward worker, engine, rollout
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop; Ctrl-C and SIGTERM
     score.py          model calls and advantages on the whole iteration, each as soon as its inputs are ready
-    update.py         loss and metrics of a minibatch, which do not depend on microbatches or ranks
+    update.py         loss and metrics of a minibatch, the same for any microbatches and ranks
     step_log.py       logs the numbers of an iteration together
-    resume.py         the state from which a resumed run continues, and the check of it in fast_dev_run
+    resume.py         the state that a resumed run continues from, and the check of this state in fast_dev_run
     shared_rollout.py gives every rank the results of rank 0's rollout controller
     sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 

@@ -1,6 +1,6 @@
-"""Resume: the state from which a resumed run or the next fit continues, and why a checkpoint must not be saved now.
+"""Resume: the state that a resumed run or the next fit continues from, and why a checkpoint must not be saved now.
 
-With fast_dev_run, `check_resume` runs instead of saving a checkpoint.
+With fast_dev_run, `check_resume` runs instead of a save.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_opti
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
-OptimizerSettings = list[list[Settings]]  # for each optimizer and each of its groups: numbers by name
+OptimizerSettings = list[list[Settings]]  # for each optimizer and parameter group: numbers by name
 
-# Settings that identify an experiment. A run must not continue from a checkpoint of a run with other values.
+# Settings that identify an experiment. `last` never picks a checkpoint of a run with different values.
 _IDENTITY = ("model.class_path", "model.class", "model.policy")
 _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class", "data.train")
 
@@ -46,7 +46,7 @@ _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class",
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
     """Returns a fit's settings by path: the command's settings, or module attributes named like constructor arguments.
 
-    Numbers in `optimizers`, which `configure_optimizers` set, are added if the model has no setting of that name.
+    Numbers that `configure_optimizers` set (`optimizers`) are added if the model has no setting of the same name.
     """
     settings = trainer.settings
     if settings is None:
@@ -76,7 +76,7 @@ def _is_plain(value: object) -> bool:
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Flattens settings to paths like `model.sampling.temperature`, without secrets; keys lists of classes by name."""
+    """Flattens settings to paths like `model.sampling.temperature`, without secrets. Keys lists of classes by name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -93,16 +93,16 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Returns a text like `model.group_size 8 → 4` per changed setting; omits settings of added or removed classes."""
-    is_whole = all("model.class_path" in settings for settings in (before, after))  # both come from a command
+    """Returns a text like `model.group_size 8 → 4` per changed setting; of changed classes, only shared arguments."""
+    are_complete = all("model.class_path" in settings for settings in (before, after))  # both come from a command
     common = before.keys() & after.keys()
-    names = [name for name in dict.fromkeys([*before, *after]) if is_whole or name in common]
+    names = [name for name in dict.fromkeys([*before, *after]) if are_complete or name in common]
     different = [name for name in names if before.get(name) != after.get(name)]
-    classes = tuple(name.removesuffix("class_path") for name in different if name.endswith(".class_path"))
+    changed_classes = tuple(name.removesuffix("class_path") for name in different if name.endswith(".class_path"))
     return [
         f"{name} {_text(before.get(name))} → {_text(after.get(name))}"
         for name in different
-        if name in common or name.endswith(".class_path") or not name.startswith(classes)
+        if name in common or name.endswith(".class_path") or not name.startswith(changed_classes)
     ]
 
 
@@ -114,7 +114,7 @@ class Resume:
     """Keeps the rollout's state, and counters that Lightning does not keep.
 
     Args:
-        trainer: its rollout is open between `restore_rollout` and `keep_rollout`.
+        trainer: the trainer; its rollout is open between `restore_rollout` and `keep_rollout`.
         guard: counts skipped updates.
     """
 
@@ -129,12 +129,12 @@ class Resume:
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Begins a stage: resets what an earlier stage set, since that stage may have failed."""
+        """Begins a stage: resets what an earlier stage, which may have failed, has set."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
     def state_dict(self) -> Settings:
-        """Returns the state for a checkpoint; without a rollout, it contains only settings."""
+        """Returns the state for a checkpoint; without a rollout, only the settings."""
         state = (self.trainer.rollout.state_dict() if self._is_restored else None) or self._rollout_state
         settings = {"optimizers": self._optimizers, "settings": self._settings} if self._optimizers else {}
         if state is None:
@@ -172,7 +172,7 @@ class Resume:
         self._settings = settings_of(self.trainer, self._optimizers)
 
     def apply_settings(self) -> None:
-        """Reports which settings differ from the checkpoint's, and applies this fit's settings to the optimizers."""
+        """Reports settings that differ from the checkpoint's, and applies this fit's settings to the optimizers."""
         saved, self._saved = self._saved, {}
         if changed := changes(saved.get("settings", {}), self._settings):
             is_only_longer = all(change.startswith("trainer.max_") for change in changed)
@@ -214,7 +214,7 @@ class Resume:
                 if new["lr"] != old["lr"]:
                     log.warning(
                         "lr=%s has no effect on this resumed run: %s continues from the checkpoint's %s. To use the "
-                        "new lr, start from its weights.", new["lr"], type(config.scheduler).__name__, old["lr"],
+                        "new lr, start from exported weights.", new["lr"], type(config.scheduler).__name__, old["lr"],
                     )  # fmt: skip
 
     def restore_rollout(self) -> None:
@@ -224,7 +224,7 @@ class Resume:
             if seed != self.trainer.run_seed:
                 log.warning(
                     "The checkpoint was made with seed %d, but this run has seed %d: prompts come in a different "
-                    "order, and some come twice. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
+                    "order, so some repeat. Set seed_everything to %d.", seed, self.trainer.run_seed, seed,
                 )  # fmt: skip
             self.trainer.rollout.load_state_dict(self._rollout_state)
         self._is_restored = True
@@ -242,7 +242,7 @@ class Resume:
             log.warning("The rollout's state could not be read for a checkpoint: %s", error)
 
     def note_failure(self, error: BaseException) -> None:
-        """Forbids a checkpoint if only this rank failed: state sharded over all ranks could not be saved."""
+        """Prevents a checkpoint if only this rank failed: state sharded over all ranks could not be saved."""
         ranks = ranks_of(self.trainer.strategy)
         if ranks.size > 1 and not is_on_all_ranks(error):
             self.why_no_checkpoint = f"rank {ranks.rank} failed, but the other ranks did not"
@@ -254,16 +254,16 @@ def check_exists(ckpt_path: Any) -> None:
     if ckpt_path in (None, "last", "best", "hpc") or ":" in str(ckpt_path) or Path(ckpt_path).exists():
         return
     near = nearest_files(Path(ckpt_path), ".ckpt")
-    raise ValueError(f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint, last or best. {near}")
+    raise ValueError(f"ckpt_path={ckpt_path} does not exist. Pass a checkpoint's path, 'last' or 'best'. {near}")
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's connector that can also load a multi-process checkpoint in one process, and explains mismatches."""
+    """Lightning's connector; it can also load a multi-process checkpoint in one process, and explains mismatches."""
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         super().__init__(trainer)
         self._resume = resume
-        # To which the user gave a folder; a stage gives one to the others.
+        # Callbacks for which the user set a folder; a stage sets it for all others.
         self._named = [item for item in trainer.checkpoint_callbacks if getattr(item, "dirpath", None)]
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
@@ -278,14 +278,14 @@ class CheckpointConnector(_CheckpointConnector):
             ckpt_path = getattr(self.trainer.checkpoint_callback, "best_model_path", None)
             if not ckpt_path:
                 raise ValueError(
-                    "ckpt_path=best: this trainer has saved no checkpoint in a fit of its own, and knows only those. "
+                    "ckpt_path=best knows only checkpoints that this trainer saved in a fit, and there are none. "
                     "Pass the path of a checkpoint, or last."
                 )
         check_exists(ckpt_path)
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
     def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
-        """Loads the checkpoint that rank 0 chose: other ranks may see other files, and not know the run's folder."""
+        """Loads the checkpoint that rank 0 chose: other ranks may see different files or not know the run's folder."""
         trainer, problem = self.trainer, ""
         if trainer.world_size > 1:
             log_dir = Path(trainer.log_dir or ".")  # on all ranks: reading `log_dir` is a collective
@@ -316,7 +316,7 @@ class CheckpointConnector(_CheckpointConnector):
         if self._loaded_checkpoint and self.trainer.state.fn == TrainerFn.FITTING and self.trainer.is_global_zero:
             age = f", saved {duration_text(time.time() - path.stat().st_mtime)} ago" if path.exists() else ""
             of_total = f" of {self.trainer.max_steps}" if self.trainer.max_steps > 0 else ""
-            log.info("Continues after iteration %d%s from %s%s.", self.trainer.global_step, of_total, path, age)
+            log.info("Continuing after iteration %d%s from %s%s.", self.trainer.global_step, of_total, path, age)
 
     def restore_optimizers(self) -> None:
         strategy = self.trainer.strategy
@@ -327,12 +327,12 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None:
-    """Returns the newest last.ckpt of the trainer's own run or, without one, of the runs of the same experiment.
+    """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs of the same experiment.
 
-    The folders of the `named` callbacks are always searched too. Without one, a fit logs why and gets None.
+    The folders that the user set for `named` callbacks are always searched too. If nothing is found, a fit logs why.
 
     Raises:
-        ValueError: if the checkpoints are links to missing files or, unless it is a fit, if there is none.
+        ValueError: if the checkpoints are links to missing files or, outside a fit, if there is none.
     """
     is_fit = trainer.state.fn == TrainerFn.FITTING
     if any("://" in item.dirpath for item in named):
@@ -357,7 +357,7 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
             found = path
             break
         else:
-            found = found or path  # its experiment is unknown: one of this experiment comes first
+            found = found or path  # of an unknown experiment: a checkpoint of this experiment takes precedence
     if found is not None:
         is_elsewhere = trainer.loggers and found not in in_named and log_dir not in found.parents
         log.info("ckpt_path=last is %s.%s", found, " This run writes to a new folder." if is_elsewhere else "")
@@ -370,7 +370,7 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
     reason = f"ckpt_path=last: {where} has no last*.ckpt of an earlier run."
     if newer:
         reason = (
-            f"ckpt_path=last: {where} has checkpoints of other experiments only. The newest is {newer}. To continue "
+            f"ckpt_path=last: {where} has only checkpoints of other experiments. The newest is {newer}. To continue "
             "from it, pass its path as ckpt_path."
         )
     if not is_fit:
@@ -382,14 +382,14 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
 def _saved_settings(checkpoint: Path) -> Settings:
     """Returns a checkpoint's settings without reading its tensors; {} if they are unknown."""
     file = checkpoint / META_FILE if checkpoint.is_dir() else checkpoint
-    with contextlib.suppress(Exception):  # whatever is wrong with the file, loading it says so
+    with contextlib.suppress(Exception):  # if the file is bad, loading it raises a clear error later
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return dict(saved["loops"]["fit_loop"]["epoch_loop.automatic_optimization.state_dict"]["settings"])
     return {}
 
 
 def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
-    """Describes the first setting in which a saved run's experiment differs; None if none differs or it is unknown."""
+    """Describes the first identifying setting that differs from a saved run's; None if none differs or is known."""
     has_random_seed = any(settings.get("seed_everything") is True for settings in (then, now))
     for section in _FIT_IDENTITY if is_fit else _IDENTITY:
         old, new = (
@@ -417,22 +417,22 @@ def check_resume(trainer: RLTrainer) -> None:
 
 
 def _first_problem(state: Settings) -> str | None:
-    """Returns why a checkpoint would not preserve this state, or None if it does."""
+    """Returns why a checkpoint would not preserve this state; None if it would."""
     leaves, structure = tree_flatten_with_path(state)
     try:
         loaded, loaded_structure = tree_flatten_with_path(_save_and_load(state))
     except Exception as error:  # noqa: BLE001  # a user's class may raise anything when pickled
         name = next((keystr(path) for path, value in leaves if not _can_be_loaded(value)), "")
         return (
-            f"The checkpoint cannot be loaded with weights_only=True, because of checkpoint{name}: {error} The state "
-            "of callbacks, module and data module must be tensors and plain Python. Convert it there."
+            f"The checkpoint cannot be loaded with weights_only=True, because of checkpoint{name}: {error} Callbacks, "
+            "module and data module may save only tensors and plain Python values. Convert the state there."
         )
     pairs = zip(leaves, loaded, strict=False)
     different = [keystr(path) for (path, left), (_, right) in pairs if not _are_equal(left, right)]
     if not different and structure == loaded_structure:
         return None
     name = different[0] if different else ""
-    return f"checkpoint{name} differs after it was saved and loaded. Save tensors and plain Python there."
+    return f"checkpoint{name} changes when it is saved and loaded. Save only tensors and plain Python values there."
 
 
 def _save_and_load(value: object) -> object:

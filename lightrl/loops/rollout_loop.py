@@ -58,7 +58,7 @@ class InterruptGate:
     """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one raises at once."""
 
     def __init__(self, saves: Callable[[], bool]) -> None:
-        self.saves = saves  # whether a checkpoint is saved when the run ends
+        self.saves = saves  # whether the run saves a checkpoint when it ends
         self.begin()
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
-        """Makes SIGTERM raise SIGTERMException at once inside the context, to end a startup that waits for servers.
+        """Makes SIGTERM raise SIGTERMException at once inside the context, to end a start-up that waits for servers.
 
         Lightning's handler only records the signal until a batch ends. With several ranks, only rank 0 raises; the
         others ignore the signal, because a message from rank 0 stops them.
@@ -104,7 +104,7 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal num_received
             num_received += 1
-            if ranks.size == 1 and callable(lightning_handler):  # with several ranks it would wait for the others
+            if ranks.size == 1 and callable(lightning_handler):  # with several ranks, it would wait for the others
                 lightning_handler(number, frame)
             if num_received == 1:
                 raise SIGTERMException
@@ -213,7 +213,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _seeded_randomness(self, module: RLModule) -> Iterator[None]:
         """Seeds torch's random numbers from run seed and weight version inside the context; restores them afterwards.
 
-        Loaders and validation draw from the global random state, so a resumed run could not repeat that state.
+        A resumed run could not repeat the global random state, because loaders and validation draw from it.
         """
         is_cuda = module.device.type == "cuda"
         # On a CPU, torch.manual_seed would format the stack once for each kind of accelerator that is missing.
@@ -251,7 +251,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, experience, trajectories, left_out=scored)
 
     def _make_experience(self, module: RLModule, trajectories: list[Trajectory]) -> ShardedExperience:
-        """Returns an Experience on the host: numbers for all rows, tokens only for the rows that this rank works on."""
+        """Returns an Experience in host memory: numbers for all rows, tokens only for rows that this rank works on."""
         rollout = self.trainer.rollout
         if isinstance(rollout, SharedRollout):
             experience, has_all = rollout.pop_experience(), range(1)
@@ -266,7 +266,7 @@ class RolloutLoop(_AutomaticOptimization):
     def _drop_unrewarded_rows(
         self, module: RLModule, experience: ShardedExperience, groups: list[Group], trajectories: list[Trajectory]
     ) -> tuple[ShardedExperience, list[Trajectory]]:
-        """Drops rows without a reward and the other rows of their loss units. The rest stay on their ranks."""
+        """Drops rows without a reward and the other rows of their loss units. All other rows stay on their ranks."""
         units = experience.units(module.loss_unit)
         has_reward = [trajectory.reward is not None for trajectory in trajectories]
         rewarded_rows = sorted(row for rows in units if all(has_reward[row] for row in rows) for row in rows)
@@ -333,13 +333,13 @@ class RolloutLoop(_AutomaticOptimization):
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Takes one optimizer step through Lightning's `optimizer_step`, so clipping and precision plugins apply.
 
-        Returns the minibatch's metrics, and the parts from which the iteration's metrics are computed.
+        Returns the minibatch's metrics, and the parts to compute the iteration's metrics from (see update.py).
         """
         trainer = self.trainer
         plugin = trainer.precision_plugin
         optimizer: Any = module.optimizers()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parts_of_roles = by_role(module, module.trained_roles(), parameters)
+        parameters_by_role = by_role(module, module.trained_roles(), parameters)
         version = trainer.weight_version if is_first else None
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
         norms: dict[str, float] = {}  # metric → a role's gradient norm
@@ -380,10 +380,10 @@ class RolloutLoop(_AutomaticOptimization):
             if getattr(plugin, "scaler", None) is None:  # a scaler skips non-finite steps itself
                 bound = module.max_skipped_updates
                 norm = self.guard.check(parameters, zero_grad, max_in_a_row=bound, ranks=self.ranks)
-                for name, part in parts_of_roles.items() if math.isfinite(norm) else ():  # all ranks agree
+                for name, of_role in parameters_by_role.items() if math.isfinite(norm) else ():  # all ranks agree
                     key = "grad_norm" if name == "policy" else f"{name}/grad_norm"
-                    gradients = [item.grad for item in part if item.grad is not None]
-                    norms[key] = norm if len(parts_of_roles) == 1 else self.ranks.total_norm(gradients)
+                    gradients = [item.grad for item in of_role if item.grad is not None]
+                    norms[key] = norm if len(parameters_by_role) == 1 else self.ranks.total_norm(gradients)
             return losses[0].parts.get("loss", torch.zeros(2))[0]
 
         with trainer.profiler.profile("rl/optimizer_step"):
@@ -414,7 +414,7 @@ class RolloutLoop(_AutomaticOptimization):
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
-        # The batch's index within its loop makes ids, and therefore seeds, the same in each validation.
+        # With the batch's index in its loop, prompt ids, and therefore seeds, are the same in each validation.
         name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
@@ -434,7 +434,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _make_on_wait(self, hook: str | None = None) -> OnWait:
-        """Returns a function that a rollout calls while it waits, and that calls the RL hook with the progress."""
+        """Returns a function for a rollout to call while it waits; it calls the RL hook with the progress."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()

@@ -96,7 +96,7 @@ class RolloutStage:
     """Opens a stage and closes it again.
 
     Args:
-        trainer: its `open_rollout` is set while the stage is open. It gets a LocalEngine if it has no engine.
+        trainer: the trainer; `open_rollout` is set while the stage is open, and `engine` to LocalEngine if it is None.
         resume: keeps the rollout's state when the stage closes, and loads it into the next rollout.
     """
 
@@ -136,7 +136,7 @@ class RolloutStage:
                     raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
-        """Starts the reward worker, before any model is built; only on rank 0. Fails without a reward function."""
+        """Starts the reward worker before any model is built, only on rank 0. Fails without a reward function."""
         make = functools.partial(
             make_reward_worker,
             workers=module.reward_workers,
@@ -153,7 +153,7 @@ class RolloutStage:
         return worker
 
     def open(self, module: RLModule) -> None:
-        """Opens the stage after the module's models and state are restored. Raises ValueError for bad settings."""
+        """Opens the stage once the module's models and state are restored. Raises ValueError for bad settings."""
         trainer, self._num_threads = self.trainer, torch.get_num_threads()
         is_fit = trainer.state.fn == TrainerFn.FITTING
         recorded = getattr(getattr(trainer, "datamodule", None), "recorded_groups", None) if is_fit else None
@@ -185,7 +185,7 @@ class RolloutStage:
         gc.set_threshold(_OBJECTS_PER_COLLECTION, *self._gc_threshold[1:])
 
     def close(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits, then stops threads and processes, despite errors.
+        """Keeps the rollout's state for checkpoints and later fits, then stops threads and processes, even on errors.
 
         May be called again after a Ctrl-C that interrupted the first call.
         """
@@ -275,7 +275,7 @@ class RolloutStage:
 
 
 def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, ParallelModel]:
-    """Returns the strategy's parallel model of each role, except roles whose model is on a server."""
+    """Returns each role's parallel model, made by the strategy; omits roles whose model is on a server."""
     sampling = with_stop_tokens(module.sampling, module.stop_token_ids())
     settings = LogprobSettings(
         temperature=sampling.temperature,
@@ -303,7 +303,7 @@ def _check_minibatches(module: RLModule, settings: RolloutSettings, ranks: Ranks
     if not settings.group_sizes and num % module.num_minibatches:
         raise ValueError(
             f"num_minibatches={module.num_minibatches} does not divide the iteration's {count_text(num, 'trajectory')} "
-            f"({groups_per_iteration} groups × group_size={size}). Change one of the three numbers."
+            f"({groups_per_iteration} groups × group_size={size}). Change one of these three numbers."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
     if num // module.num_minibatches < dp_size:
@@ -315,7 +315,7 @@ def _check_minibatches(module: RLModule, settings: RolloutSettings, ranks: Ranks
 
 
 def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """Returns the settings as changed by all `configure_rollout` hooks."""
+    """Applies all `configure_rollout` hooks to the settings and returns the result."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
@@ -330,14 +330,14 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Returns rank 0's settings on every rank, without its filter, curriculum and metrics, which only rank 0 uses."""
+    """Returns rank 0's settings on every rank, but only rank 0 keeps filter, curriculum and metrics."""
     plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
     plain = ranks.broadcast_json(plain)
     return dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes the devices of trainer and engine on this machine; the engine learns the trainer's devices here."""
+    """Describes the devices of trainer and engine on this machine; also places the engine on its devices."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Returns the call's outputs, [B] or [B, T, ...], as recorded in the trajectories, or by calling `ask`.
+    """Returns the call's outputs, [B] or [B, T, ...], as recorded in the trajectories, otherwise by calling `ask`.
 
-    A function or server might answer a second call differently, or fail. Floats are float32 in both cases. Recorded
+    A function or server might answer a second call differently, or fail. Floats become float32 either way. Recorded
     outputs are padded with 0.
     """
     recorded = [item.call_outputs for item in trajectories]
@@ -71,7 +71,7 @@ def _as_tensor(values: list[object]) -> Tensor:
     values = [as_array(value) for value in values]
     if isinstance(values[0], np.ndarray):
         return pad_sequence([torch.from_numpy(value) for value in values], batch_first=True)
-    # The dtype is explicit because half precision in a different thread changes the default dtype.
+    # The dtype is explicit because half precision in another thread changes the default dtype.
     return torch.tensor(values, dtype=torch.float32 if isinstance(values[0], float) else None)
 
 
@@ -92,11 +92,11 @@ def score(
     Args:
         module: provides `model_calls`, `advantages` and the models.
         experience: the whole iteration, as an Experience or as returned by `shard`. Each rank runs the models of its
-            roles on its share of the rows. Only rank 0 calls functions and servers, because a second call may answer
-            differently.
+            roles on its share of the rows. Only rank 0 calls functions and servers, because a second call may get a
+            different answer.
         trajectories: the same rows, for calls that read texts; needed on rank 0.
-        forward_context: the precision plugin's context, entered only around models: half precision would make bfloat16
-            the default dtype of tensors that `advantages` creates.
+        forward_context: the precision plugin's context, entered only around models: with half precision, tensors that
+            `advantages` creates would otherwise be bfloat16 by default.
         left_out: names of calls whose outputs `experience` already has, or that run later.
     """
     rows = list(trajectories)
@@ -155,9 +155,9 @@ def score(
 def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ranks: Ranks) -> _Outputs:
     """Runs one forward pass over this rank's share of the trajectories and returns the call's outputs, float32.
 
-    A critic returns `values` per token and `bootstrap_values` [B], the values after truncated trajectories. A scalar
-    head returns its number after the last token, [B]. A language model returns logprobs per token and, if the call
-    sets `topk`, the K most likely tokens and their logprobs.
+    A critic returns `values` per token and `bootstrap_values` [B], the values after truncated trajectories. Any other
+    scalar head returns its value after the last token, [B]. A language model returns logprobs per token and, if the
+    call sets `topk`, the K most likely tokens and their logprobs.
     """
     role, key = call.role or "policy", call.outputs[0]
     scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
@@ -166,7 +166,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         needs_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         needs_end = experience.is_truncated
-    # The base model did not sample the tokens.
+    # The base model did not sample the tokens, so `is_sampler` is False for it.
     lengths, read = experience.lengths, experience.rollout_part(needs_end, is_sampler=not call.base_only)
     max_tokens = call.microbatch_tokens or module.microbatch_tokens
     rows = microbatch_rows(read, ranks, max_tokens)
@@ -180,7 +180,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
                 raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
-            # The dtype is explicit because half precision changes the default, and bfloat16 would round logprobs.
+            # Explicitly float32: half precision changes the default dtype, and bfloat16 would round logprobs.
             numbers[key].append(values.float())
             if output.teacher_topk_ids is not None and output.teacher_topk is not None:
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
@@ -221,7 +221,7 @@ def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs
     """Adds the reward model's scores to the rewards.
 
     Raises:
-        ValueError: if all scores are 0, which shows an untrained head; a model on the meta device cannot show it.
+        ValueError: if all scores are 0, which shows an untrained head (undetectable on the meta device).
     """
     scores = experience["reward_model_scores"]
     if not scores.any():
@@ -237,7 +237,7 @@ def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs
 
 
 def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole: bool) -> OnLossTokens | TokenRows:
-    """Checks what `advantages` returned, [B] or per token, and sets it to 0 outside the loss mask."""
+    """Checks a result of `advantages`, [B] or per token, and sets it to 0 outside the loss mask."""
     num = len(experience)
     if tuple(values.shape) == (num,):
         return OnLossTokens(values.detach().float().cpu())
@@ -274,8 +274,8 @@ def _function_outputs(
 
     Raises:
         TrainingError: if the function raises anything but a LightRLError, which already names its source.
-        ValueError: if the result is not a tensor for each output, with a row for each trajectory, or contains NaN
-            because the function read rewards, which are NaN until they are known.
+        ValueError: if the result lacks a tensor for an output or a row for a trajectory, or contains NaN because the
+            function read rewards, which are NaN until they are known.
     """
     assert call.run is not None
     try:
@@ -303,7 +303,7 @@ def _function_outputs(
         if "rewards" not in call.inputs and value.isnan().any() and experience.rewards.isnan().any():
             raise ValueError(
                 f"Model call {call.name!r} returned NaN in {name!r} before the rewards were known. If it reads rewards,"
-                " add 'rewards' to its inputs: it then runs after them."
+                " add 'rewards' to its inputs, so that it waits for them."
             )
     return {name: value.detach() for name, value in outputs.items()}
 
@@ -318,8 +318,8 @@ class CallRun:
     """Runs the infer calls of a graph; `finish` returns the state with their results added.
 
     Calls of the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
-    which adds the result and starts the calls that were waiting for it. A call that misses its deadline is named in
-    the error and abandoned; its thread is a daemon.
+    which adds the result and starts the calls that were waiting for it. If a call misses its deadline, the error names
+    it and its thread, a daemon, is abandoned.
 
     With several ranks, each rank runs the calls whose models it holds, in the graph's order. Results are shared as late
     as possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
@@ -331,8 +331,8 @@ class CallRun:
         left_out: names of calls whose outputs `state` already has, or that run later.
         runs_here: whether this rank runs a call.
         share: sends a call's outputs from the ranks that ran the call to the ranks that need them. All ranks call it in
-            the same order. None with one rank, which runs a trainer's call as soon as it is ready.
-        on_wait: called about once a second while waiting for a call in a different thread.
+            the same order. None with one rank, which runs each trainer call as soon as it is ready.
+        on_wait: called about once a second while waiting for a call in another thread.
     """
 
     graph: DataFlowGraph
@@ -429,7 +429,7 @@ class CallRun:
             self._changed.notify_all()
 
     def wait_for(self, is_enough: Callable[[], bool]) -> None:
-        """Waits until `is_enough`; raises a failed call's error, or TrainingError if a call misses its deadline."""
+        """Waits until `is_enough()`; raises a failed call's error, or TrainingError if a call misses its deadline."""
         with self._changed:
             self._raise_if_failed()
             while not is_enough():
@@ -438,8 +438,8 @@ class CallRun:
                 if remaining_s <= 0:
                     raise TrainingError(
                         f"Model call {call.name!r} did not return its outputs {list(call.outputs)} within timeout_s="
-                        f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check what it calls, or increase "
-                        "its timeout_s."
+                        f"{call.timeout_s:g}; still running: {sorted(self._running)}. Check the function or server, or "
+                        "increase the call's timeout_s."
                     )
                 self._changed.wait(min(remaining_s, WAIT_S))
                 self._raise_if_failed()

@@ -3,8 +3,8 @@
 An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
 tokens that it works on.
 
-Rank 0 rolls out. The others wait on the CPU group for its messages, which report the progress once a second. So no
-device collective is pending during the rollout, and an error or Ctrl-C on rank 0 promptly reaches every rank, as the
+Rank 0 rolls out. The other ranks wait on the CPU group for its messages, which report the progress once a second. So no
+device collective is pending during the rollout, and an error or Ctrl-C on rank 0 quickly reaches every rank, as the
 same exception from the same call.
 """
 
@@ -31,21 +31,21 @@ from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all
 from lightrl.trajectory import FinishReason, Group, JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
-_Summaries = list[list[Any]]  # for each group: its id, its prompt's id and source, its trajectories
+_Summaries = list[list[Any]]  # for each group: group id, prompt id and source, trajectories
 HEARTBEAT_S = 1.0  # seconds between rank 0's messages while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """Base of prompts and trajectories on ranks other than 0. Its error says where to find a missing attribute."""
+    """Base of prompts and trajectories on ranks other than 0; the error for a missing attribute says where it is."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying looks these up before the fields are set
             raise AttributeError(name)
         raise AttributeError(
-            f"Only rank 0 has {name!r} of {self!r}. Tokens and texts stay on rank 0; other ranks have the reward, "
-            "metrics and versions. Read it only if trainer.is_global_zero, or read tensors of experience.local in "
+            f"Only rank 0 has {name!r} of {self!r}. Tokens and texts stay on rank 0; other ranks have only reward, "
+            "metrics and versions. Read it if trainer.is_global_zero, or read tensors of experience.local in "
             "on_experience_ready."
         )
 
@@ -78,7 +78,7 @@ class RemoteTrajectory(_OnOtherRanks):
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
-    """Summarizes groups as JSON, from which `groups_of` makes the groups on the other ranks."""
+    """Summarizes groups as JSON; `groups_of` makes groups from it on the other ranks."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, object]:
@@ -116,7 +116,7 @@ class SharedRollout:
     Args:
         start: makes the controller; called only on rank 0. The other ranks wait for it and raise its errors.
         ranks: all ranks of the run.
-        run_seed, settings: the controller's.
+        run_seed, settings: of the controller.
     """
 
     is_recorded = False
@@ -166,7 +166,7 @@ class SharedRollout:
         return groups
 
     def pop_experience(self) -> ShardedExperience:
-        """Local: returns the Experience of the last `take`, with its tokens on rank 0. ValueError if it is empty."""
+        """Local: returns the last `take` as an Experience, with tokens on rank 0. Raises ValueError if it is empty."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise mark_as_on_all_ranks(ValueError("This iteration has no trajectories: every group was dropped."))
@@ -235,15 +235,15 @@ class SharedRollout:
         return drops
 
     def progress(self) -> dict[str, float]:
-        """Local: returns queue depths: the current ones on rank 0, elsewhere those at the last `take` or `evaluate`."""
+        """Local: returns current queue depths on rank 0, elsewhere the depths at the last `take` or `evaluate`."""
         return dict(self._progress) if self.controller is None else self.controller.progress()
 
     def state_dict(self) -> State:
-        """Local: returns the controller's state on rank 0, which writes checkpoints; empty on the others."""
+        """Local: returns the controller's state on rank 0, which writes checkpoints, and {} on the other ranks."""
         return {} if self.controller is None else self.controller.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Local: restores the controller's state on rank 0, although all ranks have read it from the checkpoint."""
+        """Local: restores the controller's state on rank 0; other ranks ignore it."""
         if self.controller is not None:
             self.controller.load_state_dict(state)
 
@@ -261,7 +261,7 @@ class SharedRollout:
     def _lead(
         self, work: Callable[[OnWait], _Groups], to_json: Callable[[_Groups], object], on_wait: OnWait | None
     ) -> _Groups:
-        """Runs `work` on rank 0, and sends its progress and result to the other ranks, which are in `_follow`."""
+        """Runs `work` on rank 0, and sends progress and result to the other ranks, which wait in `_follow`."""
         sent_s = time.monotonic()
 
         def notify(done: int, total: int) -> None:
@@ -290,7 +290,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> Any:
-        """Runs on the other ranks: waits for the result of `_lead` on rank 0, and returns it as parsed JSON."""
+        """Waits, on another rank, for the result of `_lead` on rank 0, and returns it as parsed JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -306,7 +306,7 @@ class SharedRollout:
 
     @contextlib.contextmanager
     def _errors_to_all(self) -> Iterator[None]:
-        """Sends an error that rank 0 raises inside the context to the other ranks, which raise it too."""
+        """Sends an error that rank 0 raises inside the context to the other ranks, so that they raise it too."""
         try:
             yield
         except BaseException as error:  # the other ranks raise it too

@@ -1,4 +1,4 @@
-"""Sharing of the images that an Experience's rows refer to: each is sent once to every rank whose rows contain it."""
+"""Shares the images of an Experience: each image is sent once to every rank that works on a row with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def share_tables(
     experience: ShardedExperience, trajectories: Sequence[Trajectory], module: RLModule, *, has_all: Collection[int]
 ) -> ShardedExperience:
-    """Reads the images on the ranks `has_all`, and sends each once to the ranks that need it. Collective."""
+    """Reads the images on the ranks `has_all`, and sends each image once to every rank that needs it. Collective."""
     image_reader = module.image_reader
     ranks = experience.ranks
     images_by_row = [(*item.prompt.images, *item.images) for item in trajectories] if ranks.rank in has_all else []

@@ -1,4 +1,4 @@
-"""Functions with which ranks exchange rows, rewards and model call outputs during an iteration.
+"""Functions to exchange rows, rewards and model call outputs between ranks during an iteration.
 
     rank 0 ── rows ──► the ranks that work on them        once, after the rollout
     inferring ranks ── values … ──► other ranks that work on the same rows
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:
-    """Returns the ranks that hold the model of a call."""
+    """Returns the ranks that hold the call's model."""
     return ranks.of_role(call.role or "policy")
 
 
 def is_forward(call: ModelCall) -> bool:
-    """Whether the call is a forward of the trainer's model, not a function or server."""
+    """Whether the call is a forward pass of a trainer's model, not a function or server."""
     return call.run is None and call.url is None
 
 
@@ -45,7 +45,7 @@ def shard(
     """Assigns the rows to minibatches and sends their tokens to the ranks that work on them. Collective.
 
     Args:
-        experience: all rows; their tokens are on the ranks `has_all`.
+        experience: all rows, with tokens on the ranks `has_all`.
         ranks: all ranks of the run.
         seed: determines the minibatches.
     """
@@ -80,7 +80,7 @@ def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory
 
 
 def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExperience:
-    """Sends these fields of all rows to every rank; raises KeyError if the Experience has no such field. Collective."""
+    """Sends these fields of all rows to every rank; raises KeyError if a field does not exist. Collective."""
     tokens = {name: experience.tokens[name] for name in names if name in experience.tokens}
     for name in set(names) - set(tokens):
         experience[name]
@@ -89,11 +89,11 @@ def gather(experience: ShardedExperience, names: Collection[str]) -> ShardedExpe
 
 
 def accept(before: ShardedExperience, local: Experience, changed: Experience | None) -> ShardedExperience:
-    """Returns `before` with what an `on_experience_ready` hook changed on this rank. Collective; see accept_changes.
+    """Returns `before` with an `on_experience_ready` hook's changes on this rank. Collective; see `accept_changes`.
 
     Args:
-        before, local: the Experience that the hook got, and `before.local`.
-        changed: the hook's result, which may have a different loss mask or advantages; None for no change.
+        before, local: the Experience passed to the hook, and `before.local`.
+        changed: the hook's result, which may have a different loss mask or advantages; None means no change.
     """
     accepted = local if changed is None else accept_changes(local, changed)
     rows = before.local_rows.tolist()
@@ -138,7 +138,7 @@ def share_outputs(
 ) -> Mapping[str, Any]:
     """Gives every rank a call's outputs: [B] for all rows, per token for rows that the rank works on. Collective.
 
-    The call ran on rank 0, or on the ranks of its role, each with its share of the rows. Elsewhere `outputs` is empty.
+    The call ran on rank 0, or on each rank of its role for a share of the rows. On all other ranks, `outputs` is empty.
     """
     ranks, needs = experience.ranks, working_rows(experience)
     with ranks.phase(f"score: {call.name}", has_own_deadline=runs_in_thread(call)):
@@ -150,7 +150,7 @@ def share_outputs(
         holders = holders_of(call, ranks) if is_forward(call) else None
         has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders)
         source = 0 if holders is None else holders.first_rank
-        # For each output, a tensor of its dtype and shape: empty if it is per token, one rank's values if it is [B].
+        # For each output, a tensor of the right dtype and shape: empty if per token, one rank's values if [B].
         kinds = {
             name: torch.from_numpy(value.empty.copy()) if isinstance(value, TokenRows) else value
             for name, value in (outputs if ranks.rank == source else {}).items()
@@ -166,7 +166,7 @@ def share_outputs(
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:
                 shared[name] = kinds[name]
-            else:  # each dp rank has its rows and 0 elsewhere; its first member sends them
+            else:  # each dp rank has its rows, and 0 elsewhere; the first member of each sends them
                 is_sender = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
                 shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(kinds[name]))
         return shared
@@ -183,7 +183,7 @@ def _owned(experience: ShardedExperience) -> Tensor:
 
 
 def all_rows_of(experience: ShardedExperience, ranks: Collection[int]) -> Tensor:
-    """Returns bool [W, B]: these ranks have all rows, the others none."""
+    """Returns bool [W, B]: True for all rows of these ranks, False for all other ranks."""
     has = torch.zeros(experience.ranks.size, len(experience), dtype=torch.bool)
     has[list(ranks)] = True
     return has

@@ -1,7 +1,7 @@
 """StepLog: keeps an iteration's logged numbers in one dict, next to Lightning's results for other values.
 
-For each value, Lightning's `log` makes metadata, compares it with the previous call's, and updates a torchmetrics
-Metric. That takes 0.3 ms for each of an iteration's 30 or so values. A plain number for one step needs none of it.
+For each value, Lightning's `log` makes metadata, compares it with that of the previous call, and updates a torchmetrics
+Metric. That takes 0.3 ms for each of about 30 values per iteration. A plain number for one step needs none of this.
 Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
 Rows count iterations from 1; Lightning counts from 0. Row 0 is the validation before training.
 """
@@ -37,7 +37,7 @@ class StepLog(_LoggerConnector):
         trainer.fit_loop.epoch_loop._batches_that_stepped = 1  # the row's number, for Lightning's callbacks too
 
     def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
-        """Keeps a number for this training batch. Returns False if Lightning must log it, as for an epoch's mean."""
+        """Keeps a number for this training batch. Returns False if Lightning must log it (e.g. an epoch's mean)."""
         given = {name for name, value in settings.items() if value not in (None, False, "mean")}
         is_logged = settings.get("on_step") is not False and settings.get("logger") is not False
         is_plain = is_logged and given <= {"prog_bar", "logger", "on_step", "add_dataloader_idx", "batch_size"}
@@ -85,7 +85,7 @@ class StepLog(_LoggerConnector):
         return self.metrics["log"] if self.trainer.num_sanity_val_steps == float("inf") else {}
 
     def log_eval_end_metrics(self, metrics: Any) -> None:
-        self.log_metrics(metrics)  # Lightning leaves out those of a sanity check
+        self.log_metrics(metrics)  # Lightning would leave out a sanity check's metrics
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """Sends a row to the loggers; raises OSError with the file's name if it cannot be written."""

@@ -1,7 +1,7 @@
 """The update phase: one optimizer step per minibatch, with the loss reduced over all its microbatches.
 
-The loss is divided by token or trajectory counts of the whole minibatch, so gradients do not depend on how it is cut
-into microbatches. Metrics do not depend on how an iteration is cut into microbatches, minibatches and ranks either.
+The loss is divided by token or trajectory counts of the whole minibatch, so gradients do not depend on the division
+into microbatches. Metrics do not depend on the division into microbatches, minibatches and ranks either.
 
 A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]. A pair of
 values and weights of the same shape gives their weighted mean, Σ w·v / Σ w. If the name starts with `max_` or `min_`,
@@ -55,7 +55,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """Returns how a metric's values are joined, as determined by the first word after the last slash of its name."""
+    """Returns how to join a metric's values: the first word after the last slash of the name decides."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")
@@ -63,7 +63,7 @@ def reduction_of(name: str) -> Reduction:
 
 @torch.no_grad()
 def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tensor]:
-    """Returns a microbatch's part of each metric. Metrics that share weights also share their mask and sum.
+    """Returns a microbatch's part of each metric. Metrics with the same weights tensor share its mask and sum.
 
     Args:
         metrics: name (see `reduction_of`) → values [B, T] or [B], or a pair of values and weights; masked positions
@@ -71,7 +71,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # Key: the weights' id, or the number of dims if there are none. Value: weights, where they count, and their sum.
+    # Key: id of the weights, or the number of dims without weights. Value: weights, where they count, and their sum.
     weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():
@@ -96,7 +96,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
 
 
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns each metric's value from its complete part; omits metrics whose weights are all 0."""
+    """Returns each metric's value from its joined part (see above); omits metrics whose weights are all 0."""
     values: dict[str, float] = {}
     for name, part in parts.items():
         number, weight = part.tolist()
@@ -110,7 +110,7 @@ def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
 def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Joins the parts of all ranks, which may have different metrics; every rank gets the same result.
 
-    One sum suffices: each rank fills one column of a table of zeros, so the sum contains all ranks' columns.
+    One sum is enough: each rank fills one column of a table of zeros, so the sum contains all ranks' columns.
     """
     names = _all_names(sorted(parts), ranks)
     columns = torch.zeros(len(names), ranks.dp_size, 2, dtype=torch.float64)
@@ -127,7 +127,7 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Joins parts into `whole`, in place: keeps the larger or smaller bound, or adds sums; always adds the weights."""
+    """Joins parts into `whole`, in place: keeps the larger maximum or smaller minimum, or adds sums; adds weights."""
     for name, part in parts.items():
         before, reduction = whole.get(name), reduction_of(name)
         if before is None:
@@ -140,7 +140,7 @@ def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
-    """Returns the names that any rank has; sends names only if a checksum shows that the ranks have different ones."""
+    """Returns the names that any rank has; sends names only if checksums show that they differ between ranks."""
     encoded = json.dumps(own).encode()
     checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # of the names, and their lengths
     checksums[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
@@ -164,7 +164,7 @@ class MinibatchLoss:
     Args:
         module: defines the losses and `loss_reduction`.
         minibatch: the whole minibatch, of all ranks.
-        role: the role whose model is trained.
+        role: the role to train.
         ranks: all ranks of the run; the role's ranks divide the minibatch among them.
         weight_version: the version of the current weights in an iteration's first update; None in later ones.
     """
@@ -196,8 +196,8 @@ class MinibatchLoss:
         share = self._share("loss", result, experience, metrics, "")
         if outputs.logprobs.requires_grad and not share.requires_grad:
             raise ValueError(
-                f"{self._name('loss')} returns a loss without a gradient. Compute it from outputs.logprobs, without "
-                "detach, item and no_grad."
+                f"{self._name('loss')} returns a loss that has no gradient. Compute it from outputs.logprobs, without "
+                "detach, item or no_grad."
             )
         with torch.no_grad():
             metrics["entropy_nats"] = outputs.entropy
@@ -208,7 +208,7 @@ class MinibatchLoss:
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
 
     def _behavior_metrics(self, experience: Experience, logprobs: Tensor, weights: Metric | None) -> dict[str, Metric]:
-        """Returns metrics that compare the current policy with the behavior policy, which sampled the tokens."""
+        """Returns metrics that compare the current policy with the behavior policy."""
         k3 = kl(experience.behavior_logprobs, logprobs, estimator="k3")
         mismatch = (logprobs - experience.behavior_logprobs).abs()
         weights = weights if isinstance(weights, Tensor) else policy_ratio(logprobs, experience.behavior_logprobs)
@@ -221,7 +221,7 @@ class MinibatchLoss:
             is_current = experience.weight_versions == self.weight_version
             metrics["sync/mismatch_k3_nats"] = k3, is_current
             metrics["sync/mismatch_abs_dlogp_nats"] = metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_current
-            # Only rows without older tokens, whose key-values an engine may have reused.
+            # Only rows without older tokens, because an engine may have reused the KV cache of these.
             in_current_row = (is_current | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mismatch)
             metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
             metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
@@ -232,7 +232,7 @@ class MinibatchLoss:
         return f"{type(self.module).__name__}.{hook}"
 
     def _call_hook(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
-        """Calls a user's loss; common mistakes in it raise errors that say how to fix them."""
+        """Calls a user's loss; for common mistakes, raises an error that says how to fix them."""
         name = self._name(hook)
         try:
             result = getattr(self.module, hook)(experience, values)
@@ -281,7 +281,7 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # With any reduction, the loss is the sum of the shares, so the weights of its parts sum to 1.
+        # With any reduction, the loss is the sum of the shares, so the weights of the parts sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 
@@ -303,12 +303,12 @@ class MinibatchLoss:
         if self.holders.size < self.ranks.size:
             with self.ranks.phase(f"update: {self.role}"):  # also for ranks without the role
                 self.parts = self.ranks.broadcast_tensors(self.parts, source=self.holders.first_rank)
-        if self.parts:  # to the host in one copy
+        if self.parts:  # copy all to the host at once
             numbers = torch.stack(list(self.parts.values())).cpu().double()
             self.parts = dict(zip(self.parts, numbers.unbind(), strict=True))
 
     def _neutralized(self, experience: Experience, outputs: Outputs) -> tuple[Experience, Outputs]:
-        """Sets values outside the loss mask to 0; with a single update, also sets proximal_logprobs to the logprobs."""
+        """Sets values outside the loss mask to 0; with a single update, sets proximal_logprobs to the logprobs."""
         mask = experience.loss_mask
         tensors = {name: value for name, value in vars(outputs).items() if value is not None}
         outputs = replace(outputs, **dict(zip(tensors, neutralize(mask, *tensors.values()), strict=True)))
@@ -340,7 +340,7 @@ def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
 
 
 def _explain(error: AttributeError | TypeError, name: str, experience: Experience) -> None:
-    """Raises an error that says how to fix a loss that reads a field which does not exist or is not set."""
+    """Raises an error that says what to do if a loss reads a field that does not exist or is not set."""
     missing = FIELDS - experience.tensors().keys()
     if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
         wrong = str(error.name)
@@ -349,7 +349,7 @@ def _explain(error: AttributeError | TypeError, name: str, experience: Experienc
     if "NoneType" in str(error) and "proximal_logprobs" in missing:
         raise ValueError(
             f"{name} computes with None ({error}): experience has no {', '.join(sorted(missing))}. Set "
-            "needs_proximal_logprobs = True for the proximal logprobs; add a model call for the others."
+            "needs_proximal_logprobs = True for proximal logprobs; add a model call for other fields."
         ) from error
 
 

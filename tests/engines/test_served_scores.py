@@ -203,7 +203,7 @@ def test_the_plan_names_the_server_whose_model_the_run_does_not_have(make: Any, 
         (lambda spec: spec.load_model(), "needs path or config, got url="),
         (
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(temperature=0.7)).data_flow(),
-            "scores tokens at temperature 1",
+            "computes logprobs at temperature 1",
         ),
         (
             lambda spec: Distillation(tiny_spec(), teacher=spec, sampling=Sampling(top_p=0.9)).data_flow(),

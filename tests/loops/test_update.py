@@ -58,7 +58,7 @@ class Named(GRPO):
          "Named.loss must return a dict, got Tensor. Return {'loss'"),
         (lambda self, experience, outputs: None, r"Named\.loss must return a dict, got NoneType"),
         (lambda self, experience, outputs: {"loss": outputs.logprobs.detach()},
-         r"Named\.loss returns a loss without a gradient\. Compute it from outputs\.logprobs"),
+         r"Named\.loss returns a loss that has no gradient\. Compute it from outputs\.logprobs"),
         (lambda self, experience, outputs: {"loss": experience.advantage},
          r"Named\.loss reads experience\.advantage, which does not exist\. Use advantages\."),
         (lambda self, experience, outputs: {"loss": outputs.logprobs - experience.proximal_logprobs},

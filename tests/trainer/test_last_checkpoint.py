@@ -110,8 +110,8 @@ def test_a_plain_module_continues_too(tmp_path: Path) -> None:
     ("word", "message"),
     [
         ("last", r"ckpt_path=last: \S+ has no last\*.ckpt of an earlier run. Pass the path of a checkpoint."),
-        ("best", "ckpt_path=best: this trainer has saved no checkpoint in a fit of its own"),
-        ("bset.ckpt", r"ckpt_path=bset.ckpt does not exist. Pass a checkpoint, last or best"),
+        ("best", "ckpt_path=best knows only checkpoints that this trainer saved in a fit"),
+        ("bset.ckpt", r"ckpt_path=bset.ckpt does not exist. Pass a checkpoint's path, 'last' or 'best'"),
     ],
 )
 def test_a_stage_without_such_a_checkpoint_is_refused(stage: str, word: str, message: str, tmp_path: Path) -> None:

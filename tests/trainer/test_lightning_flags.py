@@ -158,8 +158,8 @@ class Saves(Counter):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Counter, r"because of checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\].*Convert it there"),
-        (Lossy, r"checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\] differs after it was saved and loaded"),
+        (Counter, r"because of checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\].*Convert the state there"),
+        (Lossy, r"checkpoint\['callbacks'\]\['Saves'\]\['num'\]\[0\] changes when it is saved and loaded"),
     ],
 )
 def test_fast_dev_run_fails_if_state_would_not_survive(kind: type, message: str, tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_resumed_run_has_its_own_lr_and_weight_decay_and_says_which_differ(
         found = lr_and_decay(tmp_path, 4, resume=tmp_path / "a.ckpt", **after)
     assert found == expected
     start, record = [record for record in caplog.records if record.name == "lightrl.loops.resume"]
-    assert start.getMessage().startswith("Continues after iteration 2 of 4 from ")
+    assert start.getMessage().startswith("Continuing after iteration 2 of 4 from ")
     assert "trainer.max_steps 2 → 4" in record.getMessage()
     assert record.levelname == ("INFO" if message is None else "WARNING")  # a later end alone is meant
     assert (message or "Changed since the checkpoint: ") in record.getMessage()

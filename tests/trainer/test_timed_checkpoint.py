@@ -25,7 +25,7 @@ def test_the_newest_timed_checkpoint_is_the_only_one_and_a_run_continues_from_it
     with caplog.at_level("INFO", logger="lightrl"):
         again.fit(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
     assert again.global_step == 4
-    assert re.search(r"Continues after iteration 3 of 4 from \S+last-timed.ckpt, saved \d+ (s|min) ago\.", caplog.text)
+    assert re.search(r"Continuing after iteration 3 of 4 from \S+last-timed.ckpt, saved \d+ (s|min) ago\.", caplog.text)
 
 
 @pytest.mark.parametrize(("steps", "is_interrupted"), [(3, False), (2, True)], ids=["at the end", "on Ctrl-C"])
