@@ -46,12 +46,12 @@ NEEDS_OUR_TRAINER = (
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
-ESS_WEIGHTS = "ess_weights"  # a key of the dict returned by `loss`
-CRITIC_KEYS = ("values", "bootstrap_values")  # outputs of model calls that only the critic's loss reads
+ESS_WEIGHTS = "ess_weights"  # a key of the dict that `loss` returns
+CRITIC_KEYS = ("values", "bootstrap_values")  # model call outputs that the policy's loss does not read
 
 
 class TrainedModule(L.LightningModule):
-    """A module whose models `lightrl.Trainer` builds, shards, trains and saves.
+    """A module with models that `lightrl.Trainer` builds, shards, trains and saves.
 
     Setting one of `fixed_settings` during a run is an error: only parts of the run would use the new value.
     """
@@ -62,7 +62,7 @@ class TrainedModule(L.LightningModule):
         if name in self.fixed_settings and self._is_fitted():
             raise ValueError(
                 f"{type(self).__name__}.{name} cannot be set during a run, because parts of the run have already read "
-                "it. Resume from a checkpoint with the new value, or set the optimizer's learning rate."
+                "it. Resume from a checkpoint with the new value. For lr, you can set the optimizer's learning rate."
             )
         super().__setattr__(name, value)
 
@@ -121,28 +121,28 @@ class RLModule(TrainedModule):
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
         reward: instead of the `reward` hook, a function or its dotted path, for example `my_project.rewards.exact`; a
-            RewardPart, which is a path with arguments; or a list of them, whose weighted sum is the reward. Functions
+            RewardPart, which is a path with arguments; or a list of RewardParts, to use their weighted sum. Functions
             given by path run in processes that can be killed; a hook that uses `self` runs in a thread.
         reward_model: a network that scores whole trajectories, for example a RewardModel's export, with the policy's
-            tokenizer. Its score is added to the reward before advantages, and may be the whole reward. It may be on an
-            SGLang server: `{url: ...}`.
+            tokenizer. The score is added to the reward before advantages, and may be the whole reward. The model may
+            be on an SGLang server: `{url: ...}`.
         reward_model_coef: weight of the reward model's score.
         workflow: a function that builds the Workflow from the tokenizer; in YAML, a Workflow's class_path and init_args
             without the tokenizer. None uses SingleTurn, one completion per prompt.
-        workflow_workers: number of processes on rank 0's host that run workflows, only with servers; 0 uses rank 0.
+        workflow_workers: number of processes on rank 0's host that run workflows; needs server engines. 0 uses rank 0.
         group_size: G, the number of trajectories per prompt.
-        sampling: how training rollouts are sampled. Stop tokens of model and tokenizer are added.
-        validation_sampling: how validation rollouts are sampled; None samples greedily with the same limits.
+        sampling: how to sample training rollouts. Stop tokens of model and tokenizer are added.
+        validation_sampling: how to sample validation rollouts; None samples greedily with the same limits.
         validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
-        microbatch_tokens: maximum number of tokens in one forward and backward pass, or one longer row; with several
-            ranks per model also one larger loss unit.
+        microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it
+            and, with several ranks per model, a single larger loss unit.
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); the minibatch has N trained
             tokens and B trajectories.
         optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
         lr: learning rate of the default optimizer.
-        betas: the default AdamW's decay rates of both moments.
+        betas: the default AdamW's decay rates for the two moments.
         eps: the default AdamW's epsilon.
         weight_decay: the default optimizer's weight decay.
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
@@ -150,8 +150,8 @@ class RLModule(TrainedModule):
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
         reward_workers: number of processes that compute rewards, for a reward given by dotted path.
         reward_timeout_s: deadline of one call of the reward; must be below StalenessControl's rollout_timeout_s.
-        reward_memory_mib: memory limit of each reward process; None for no limit.
-        reward_recycle_after: number of calls after which a reward process is replaced; None for never.
+        reward_memory_mib: memory limit of each reward process; None means no limit.
+        reward_recycle_after: number of calls after which a reward process is replaced; None means never.
         max_failed_fraction: the run stops if a larger fraction of an iteration's trajectories fails.
         max_skipped_updates: the run stops after this many updates in a row with non-finite gradients.
     """
@@ -164,7 +164,7 @@ class RLModule(TrainedModule):
         "needs_entropy_gradient",
     })  # fmt: skip
     # Whether `loss` reads `experience.proximal_logprobs`, and whether it backpropagates through `outputs.entropy`.
-    # False saves the computation.
+    # If False, this computation is skipped.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
@@ -172,10 +172,10 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit that the loss needs complete: minibatches never split one. In one process, if it exceeds
-    # microbatch_tokens, its rows go through the model separately (layouts/pieces.py); with several ranks per model, it
-    # is one microbatch. With pairs, a group that loses a trajectory is sampled again; a
-    # group that loses a reward after its trajectories were scored is dropped.
+    # The unit of rows that the loss must see whole: minibatches never split one. If a unit exceeds microbatch_tokens,
+    # its rows go through the model separately in one process (layouts/pieces.py), and as one microbatch with several
+    # ranks per model. With pairs, a group that loses a trajectory is sampled again; a group that loses a reward after
+    # model calls have run on its trajectories is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss relative to the policy loss, if critic and policy share a body.
     value_coef: float = 0.5
@@ -267,7 +267,7 @@ class RLModule(TrainedModule):
         self.sampling = sampling or Sampling()
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature must be above 0, got 0: a group's completions would be equal. Use 1."
+                "sampling.temperature must be above 0, got 0: all completions of a group would be equal. Use 1."
             )
         self.validation_sampling = validation_sampling or dataclasses.replace(
             self.sampling, temperature=0.0, topk_logprobs=0
@@ -300,7 +300,7 @@ class RLModule(TrainedModule):
         self.max_skipped_updates = max_skipped_updates
         self.parallel_models: dict[str, ParallelModel] = {}  # role → model; the trainer fills it in
         self.value_head: torch.nn.Linear | None = None  # a critic's head on the policy's body
-        # The user's metrics by name; each is updated with the groups of every validation or test batch.
+        # The user's metrics by name, updated with the groups of every validation or test batch.
         self.validation_metrics: dict[str, Metric] = {}
         self._data_flows: dict[bool, tuple[object, DataFlowGraph]] = {}  # `from_file` → its sources, the graph
         self._evaluation = Evaluation(validation_group_size)
@@ -313,11 +313,11 @@ class RLModule(TrainedModule):
         return {"policy": self.policy_role, **reward_model}
 
     def configure_workflow(self) -> Workflow:
-        """Builds the workflow, which maps a prompt to a trajectory, with the policy's tokenizer."""
+        """Builds the workflow, which maps a prompt to a trajectory, from the policy's tokenizer."""
         return SingleTurn(self.tokenizer) if self.workflow is None else self.workflow(self.tokenizer)
 
     def reward(self, trajectory: Trajectory) -> Any:
-        """Computes the reward of a trajectory; may be async. Must be overridden unless `reward=` was given.
+        """Computes the reward of a trajectory; may be async. Override it unless you pass `reward=`.
 
         Returns:
             A float, or a dict with `reward` and further numbers to log by name, for example `accuracy`.
@@ -327,7 +327,7 @@ class RLModule(TrainedModule):
         return 0.0  # the reward model's score, added later, is the whole reward
 
     def advantages(self, experience: Experience) -> Tensor | dict[str, Tensor]:
-        """Computes how much better than expected each trajectory or token was; by default group advantages.
+        """Computes how much better than expected each trajectory or token was; by default, group advantages.
 
         Returns:
             Advantages [B] or [B, T]; or a dict with `advantages` and further keys that losses read, like `returns`.
@@ -338,8 +338,8 @@ class RLModule(TrainedModule):
         """Returns the loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape by name.
 
         Metrics are averaged; a pair `(values, weights)` gives the weighted mean Σ w·v / Σ w. `ess_weights` [B, T] are
-        the factors by which the loss multiplies each token's policy gradient, 0 for tokens without one. The metric
-        `ess_fraction` is computed from them, or from policy ÷ behavior if the loss returns none.
+        the factors by which the loss multiplies each token's policy gradient, 0 for tokens without gradient. They give
+        the metric `ess_fraction`; without them, it is computed from policy ÷ behavior.
 
         Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
@@ -349,8 +349,8 @@ class RLModule(TrainedModule):
         """Returns the critic's loss of each token [B, T] under `loss`, and metrics, as `loss` does; only with a critic.
 
         Args:
-            experience: with the keys that `advantages` returned, usually `returns`.
-            values: [B, T], the critic's values of the state before each token was sampled, with gradient.
+            experience: includes the keys that `advantages` returned, usually `returns`.
+            values: [B, T], the critic's value of the state before each token was sampled, with gradient.
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic, so it must define value_loss.")
 
@@ -376,7 +376,7 @@ class RLModule(TrainedModule):
     def model_calls(self) -> list[ModelCall]:
         """Returns the model calls between rollout and advantages, in any order; each runs once per iteration.
 
-        You can add your own, for example an LLM judge, with a function as `run`; its output is `experience["key"]`.
+        You can add your own, for example an LLM judge, with a function as `run`; read its output as `experience[key]`.
         """
         calls: list[ModelCall] = []
         if self.reward_model_role is not None:
@@ -402,11 +402,11 @@ class RLModule(TrainedModule):
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
-        """Lists the roles whose weights are in checkpoints; other roles are loaded again from their source."""
+        """Lists the roles that checkpoints contain; all others are loaded again from their source."""
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """Creates the optimizer of the trained parameters, with groups by role, and its warm-up and decay."""
+        """Creates the optimizer for the trained parameters, with groups by role, warm-up and decay."""
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
         make = entry_point("Muon") if self.optimizer == "muon" else adamw
         return self.add_schedule(make(self, self.parameter_groups(), **settings))
@@ -418,12 +418,12 @@ class RLModule(TrainedModule):
         return with_schedule(optimizer, num_iterations, self.warmup_iterations, self.lr_decay, self.min_lr_ratio)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Returns the optimizer's groups, one for each trained role, with its `lr` and `weight_decay`."""
+        """Returns the optimizer's groups, one for each trained role, with the role's `lr` and `weight_decay`."""
         roles = self.models()
         return parameter_groups(self, {name: roles[name] for name in self.trained_roles()}, lr=self.lr)
 
     def validation_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Logs `val/…`, see docs/reference/metrics.md; with several loaders Lightning adds `/dataloader_idx_<n>`."""
+        """Logs `val/…`, see docs/reference/metrics.md; with several loaders, Lightning adds `/dataloader_idx_<n>`."""
         self._log_evaluation("val", batch, dataloader_idx)
 
     def test_step(self, batch: list[Group], batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -435,13 +435,13 @@ class RLModule(TrainedModule):
     def data_flow(self, *, from_file: bool = False) -> DataFlowGraph:
         """Returns a checked graph of everything that an iteration computes, from the prompt to the updates.
 
-        The graph is built again only if the module's calls, models or sampling have changed.
+        The graph is rebuilt only if the module's calls, models or sampling have changed.
 
         Args:
             from_file: True if trajectories come from a file, so nothing is generated and no reward is computed.
 
         Raises:
-            ValueError: if the calls do not form a valid graph (see DataFlowGraph), or a server cannot compute its call.
+            ValueError: if the calls do not form a valid graph (see DataFlowGraph), or a server cannot compute a call.
         """
         model_calls, train_calls, models = self.model_calls(), self.train_calls(), self.models()
         source = (model_calls, [call.run for call in model_calls], train_calls, models, self.sampling)
@@ -472,7 +472,7 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def image_reader(self) -> ImageReader | None:
-        """Prepares images as the policy needs them; None for a text-only policy."""
+        """Prepares images for the policy; None for a text-only policy."""
         return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:
@@ -487,7 +487,7 @@ class RLModule(TrainedModule):
 
     @property
     def policy_config(self) -> PretrainedConfig:
-        """The config of the policy's model, once it is loaded."""
+        """The config of the policy's model; available once the model is loaded."""
         return cast("PreTrainedModel", self.policy).config
 
     @property
@@ -509,7 +509,7 @@ class RLModule(TrainedModule):
 
     @property
     def makes_one_update(self) -> bool:
-        """Whether an iteration has one update; the proximal policy is then the current policy and costs nothing."""
+        """Whether an iteration has only one update; the proximal policy is then the current policy, at no cost."""
         return self.num_minibatches * self.update_epochs == 1
 
     @property
@@ -552,7 +552,7 @@ class RLModule(TrainedModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
-        """Rolls out the prompts of a validation, test or predict batch, so that its step gets groups with rewards."""
+        """Rolls out the prompts of a validation, test or predict batch, so that the step gets rewarded groups."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
@@ -565,15 +565,15 @@ class RLModule(TrainedModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Logs as Lightning does, but takes a tenth of the time for plain numbers of the current iteration.
 
-        The default `batch_size` is the number of trajectories; Lightning would infer a size from tensors.
+        The default `batch_size` is the number of trajectories; Lightning would infer it from tensors.
 
         Raises:
-            RewardError: if `reward` calls it.
+            RewardError: if called inside `reward`.
         """
         if threading.current_thread().name == REWARD_THREAD:
             raise RewardError(
                 f"self.log({name!r}, ...) cannot be called in reward, which runs outside the training loop. Return the "
-                f"number with the reward, as {{'reward': ..., {name!r}: ...}}; it is logged as rollout/{name}."
+                f"number with the reward: {{'reward': ..., {name!r}: ...}}. It is logged as rollout/{name}."
             )
         if isinstance(value, int | float) and not args and self._current_fx_name is not None:
             trainer: Any = self.trainer
@@ -584,7 +584,7 @@ class RLModule(TrainedModule):
         super().log(name, value, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Removes frozen roles, which are loaded again from their source."""
+        """Removes the weights of frozen roles, which are loaded again from their source."""
         keep_trained(checkpoint, self._loaded_models(), self.saved_roles())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

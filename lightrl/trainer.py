@@ -1,4 +1,4 @@
-"""Trainer: Lightning's Trainer with an engine. Installs RolloutLoop, adds default callbacks and calls RL hooks.
+"""Trainer: Lightning's Trainer with an engine. It installs RolloutLoop, adds default callbacks and calls RL hooks.
 
 A plain LightningModule runs as in Lightning's Trainer.
 """
@@ -98,9 +98,9 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
     # The loader only counts iterations: prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
-    # For the same reason, batches have no dataset indices; a prediction writer may ask for them.
+    # For the same reason, batches have no dataset indices, which a prediction writer may request.
     (r"Couldn't infer the batch indices", UserWarning),
-    # Lightning 2.6.6 calls what torch 2.13 has renamed.
+    # Lightning 2.6.6 uses a name that torch 2.13 has changed.
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     # Each run, even a resumed one, saves its best checkpoints in a new folder.
     (r"The dirpath has changed from", UserWarning),
@@ -110,13 +110,13 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def ignore_srun_advice() -> None:
-    """Hides Lightning's advice to use `srun`, which Lightning gives even outside Slurm jobs."""
+    """Hides, outside Slurm jobs, Lightning's advice to use `srun`."""
     if "SLURM_JOB_ID" not in os.environ:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
 
 def set_device_defaults(flags: LightningSettings) -> None:
-    """Sets precision to bf16-mixed on a CUDA GPU unless the user set it; never chooses MPS, which is untested."""
+    """Sets precision to bf16-mixed on a CUDA GPU unless the user has set it; never chooses MPS, which is untested."""
     accelerator = flags.get("accelerator") or "auto"
     if not torch.cuda.is_available():
         flags["accelerator"] = "cpu" if accelerator == "auto" and torch.backends.mps.is_available() else accelerator
@@ -170,16 +170,16 @@ class LightningSettings(TypedDict, total=False):
 
 
 class Trainer(RLTrainer):
-    """Lightning's Trainer for RLModules. Every flag keeps its meaning; one training batch is one iteration.
+    """Lightning's Trainer for RLModules. Every flag works as in Lightning; one training batch is one iteration.
 
     Adds `WeightSync()`, `StalenessControl(0)`, `RolloutMetrics()` and a two-line progress bar unless you pass your own.
     Unless you turn checkpoints off, it saves every 10 minutes in the background (`last-timed.ckpt`), at the end, and on
     Ctrl-C, SIGTERM and errors, next to your ModelCheckpoint's files; without a ModelCheckpoint, also after each epoch.
 
     Args:
-        engine: generates completions; None uses `LocalEngine()`, in this process.
+        engine: generates completions; None uses `LocalEngine()`, which runs in this process.
         callbacks: one or several callbacks, from Lightning or lightrl.
-        strategy: an object or a name, from Lightning or lightrl; `auto` is `FSDP2Strategy` with several devices.
+        strategy: an object or a name, from Lightning or lightrl; with several devices, `auto` is `FSDP2Strategy`.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
         kwargs: further arguments of Lightning's Trainer.
@@ -211,7 +211,7 @@ class Trainer(RLTrainer):
             given: dict[str, Any] = {**kwargs}
             names = ("accelerator", "devices", "num_nodes")
             flags = {name: given[name] for name in names if given.get(name) is not None}
-            # With several devices Lightning would use DDP.
+            # With several devices, Lightning would use DDP.
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the list that it gets; a copy keeps the user's list unchanged.
@@ -225,7 +225,7 @@ class Trainer(RLTrainer):
         self.log_number = step_log.put
         self._logs_every_iteration = log_every_n_steps is None
         self.engine = engine
-        self.memory_estimate = "There is no memory estimate. lightrl plan computes one."  # for one rank, as text
+        self.memory_estimate = "Run `lightrl plan` for a memory estimate."  # of one rank, as text
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
@@ -252,7 +252,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all get `on_policy_updated` before `on_weights_synced`, which WeightSync calls from its `on_policy_updated`.
+        So all callbacks get `on_policy_updated` before `on_weights_synced`, which WeightSync calls in the former.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -273,10 +273,10 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, to which callbacks write too. All ranks must read it together, because it is a collective.
+        """The run's folder, where callbacks write too. All ranks must read it together, because it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
-        or MLflow all runs share a folder. This is the folder of the first logger that has one per run, or otherwise
+        or MLflow, all runs share a folder. This is the folder of the first logger that has one per run, otherwise
         save_dir/name/version, as for ModelCheckpoint. MLflow on a server has no save_dir.
         """
         loggers: list[Any] = [*self.loggers]
@@ -297,12 +297,12 @@ class Trainer(RLTrainer):
         """Trains a module; the arguments are Lightning's.
 
         Raises:
-            RuntimeError: if an earlier fit failed while it resumed, so that its checkpoint may be partly restored.
+            RuntimeError: if an earlier fit failed while it resumed, so that a checkpoint may be partly restored.
         """
         if self.restoring is not None:
             raise RuntimeError(
                 f"This trainer's last fit failed while it resumed from {self.restoring}, so its counters and "
-                "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
+                "callbacks may be in the checkpoint's state. Create a new Trainer and new callbacks."
             )
         given = (*args, *kwargs.values())
         is_recorded = any(hasattr(data, "recorded_groups") for data in given)
@@ -334,8 +334,8 @@ class Trainer(RLTrainer):
         needs_rewards: bool = True,
         is_fit: bool = False,
     ) -> Iterator[None]:
-        """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings meanwhile."""
-        if vars(rank_zero_only)["rank"] == 0:  # a rank that failed alone would leave the others waiting for it
+        """Checks, before any model is built, that trainer and module fit together; hides irrelevant warnings inside."""
+        if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, all others would wait for it
             check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved
@@ -392,7 +392,7 @@ class Trainer(RLTrainer):
         self.restoring = None
         if self.state.fn == TrainerFn.FITTING:
             self.restoring = kwargs.get("ckpt_path")
-            self.strategy.optimizers = []  # removes an earlier fit's; without optimizers, settings may still change
+            self.strategy.optimizers = []  # remove an earlier fit's optimizers, so that settings may still change
         try:
             if self.is_global_zero:
                 self._claim_folders()
@@ -426,7 +426,7 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error that ended a stage, if any, and warns if no checkpoint may be saved after it."""
+        """Records the error that ended a stage, if any, and warns if it prevents a checkpoint."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -442,7 +442,7 @@ class Trainer(RLTrainer):
         return loop.gate.raised_at_once(loop.ranks) if loop.ranks.size == 1 else super().ended_by_sigterm()
 
     def _run_rl_stage(self, module: RLModule) -> Any:
-        """Opens engine, rollout and the other resources of a stage, then runs Lightning's loop."""
+        """Opens a stage's engine, rollout and other resources, then runs Lightning's loop."""
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks
         with loop.gate.raised_at_once(ranks):
             if self.received_sigterm:  # while models were being loaded
@@ -450,7 +450,7 @@ class Trainer(RLTrainer):
             loop.gate.begin()
             loop.resume.begin()
             for inner in (self.fit_loop.epoch_loop.val_loop, self.validate_loop, self.test_loop, self.predict_loop):
-                inner.inference_mode = False  # because a later weight load cannot overwrite inference tensors
+                inner.inference_mode = False  # a later weight load cannot overwrite inference tensors
             if self._logs_every_iteration:
                 self.log_every_n_steps = 1
             self._stage.open(module)
@@ -467,7 +467,7 @@ class Trainer(RLTrainer):
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
-        """Stops callbacks from saving on exceptions until the next stage runs; returns the callbacks it stopped.
+        """Stops callbacks from saving on exceptions until the next stage runs; returns these callbacks.
 
         Otherwise a callback would link to a checkpoint that `save_checkpoint` refuses to write.
         """
@@ -526,7 +526,7 @@ class Trainer(RLTrainer):
             self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
     def _check_folders(self) -> None:
-        """Raises ValueError if this run cannot write to a folder, before it computes anything that would be lost."""
+        """Raises ValueError if this run cannot write to one of its folders, before results could be lost."""
         folders: list[Any] = [getattr(logger, "save_dir", None) or self.default_root_dir for logger in self.loggers]
         for folder in folders:  # callbacks write there too
             check_local(save_dir=folder)
@@ -536,14 +536,14 @@ class Trainer(RLTrainer):
             existing = nearest_folder(Path(folder))
             if "://" not in str(folder) and not os.access(existing, os.W_OK):
                 raise ValueError(
-                    f"The run would write to {folder}, but {existing} is read-only, or not writable by this user. Set "
+                    f"The run would write to {folder}, but {existing} is read-only or not writable by this user. Set "
                     "trainer.default_root_dir, the logger's save_dir or ModelCheckpoint's dirpath to a writable folder."
                 )
 
     def _claim_folders(self) -> None:
-        """Creates the folder of each CSV or TensorBoard logger without a version, which no other run then gets.
+        """Creates the folder of each CSV or TensorBoard logger without a version, so that no other run gets it.
 
-        Folders that the user has named are locked, because another run may use the same name.
+        Folders that the user named are locked, because another run may use the same name.
         """
         versions: dict[str, Any] = {}  # root → version, so that loggers without one share a folder
         loggers: list[Any] = [logger for logger in self.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
@@ -557,13 +557,13 @@ class Trainer(RLTrainer):
                 while not self._is_created(Path(logger.log_dir)):
                     logger._version = logger.version + 1
                 versions[root] = logger.version
-                _ = logger.experiment  # CSVLogger's warns about other loggers' files
+                _ = logger.experiment  # now, because CSVLogger's warns about files of other loggers
         for callback in self.checkpoint_callbacks if self.state.fn == TrainerFn.FITTING else ():
             if not isinstance(callback, ModelCheckpoint) or "://" in str(callback.dirpath):
                 continue
             if callback.dirpath:
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
-            elif not self.loggers:  # the runs' checkpoints have no folder of their own
+            elif not self.loggers:  # all runs share this folder
                 self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
 
         has_own_folder = bool(self.loggers) or self.state.fn != TrainerFn.FITTING or bool(self.fast_dev_run)

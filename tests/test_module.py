@@ -335,7 +335,7 @@ def test_self_log_in_a_reward_is_refused_with_what_to_return_instead(tmp_path: P
     with pytest.raises(RolloutError) as caught:
         trainer(tmp_path, max_steps=1).fit(made, TwoPrompts())
     assert "self.log('words', ...) cannot be called in reward" in str(caught.value)
-    assert "as {'reward': ..., 'words': ...}" in str(caught.value)
+    assert "with the reward: {'reward': ..., 'words': ...}" in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
