@@ -43,7 +43,7 @@ class Experience:
     rewards: Tensor  # float32 [B]
     group_ids: Tensor  # int64 [B]
     is_truncated: Tensor  # bool [B]
-    lengths: Tensor  # int64 [B], number of tokens including the prompt
+    lengths: Tensor  # int64 [B], number of tokens, prompt included
     proximal_logprobs: Tensor | None = None  # float32 [B, T], from the policy at the start of the update
     reference_logprobs: Tensor | None = None  # float32 [B, T], from the reference policy
     teacher_logprobs: Tensor | None = None  # float32 [B, T], from the teacher in distillation
@@ -52,7 +52,7 @@ class Experience:
     returns: Tensor | None = None  # float32 [B, T]
     advantages: Tensor | None = None  # float32 [B, T]
     pixel_values: Tensor | None = None  # float32 [P, ...], the entries of all images, see models/images.py
-    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; the product is the image's number of entries
+    image_grids: Tensor | None = None  # int64 [M, 3], grid of each image; its product is the image's number of entries
     image_rows: Tensor | None = None  # int64 [B, I], indices of each row's images in order; -1 for none
     # Columns (lightrl/columns) that at least one trajectory has: [B, T, ...], or codes in host memory.
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Experience:
         if reserved:
             raise ValueError(f"extras has the key {reserved[0]!r}, which is a field of Experience. Rename the key.")
         if len({value is None for value in (self.pixel_values, self.image_grids, self.image_rows)}) > 1:
-            raise ValueError("pixel_values, image_grids and image_rows must be set together, but only some are set.")
+            raise ValueError("pixel_values, image_grids and image_rows must be set together, got only some of them.")
         for name, tensor in self.tensors().items():
             check_shape(name, tensor, num, width)
 
@@ -73,8 +73,8 @@ class Experience:
         """Builds an Experience, padded on the right to the longest trajectory, with rows in the given order.
 
         Raises:
-            ValueError: if there is no trajectory, or if a trajectory has no reward, has per-token lists of different
-                lengths, or trains on its first token, which nothing predicts.
+            ValueError: if there is no trajectory, or if a trajectory has no reward, has per-token lists of unequal
+                length, or trains on its first token, which nothing predicts.
         """
         tensors, rows = fields_of(trajectories)
         for name, values in rows.items():
@@ -124,11 +124,11 @@ class Experience:
 
     @property
     def forward_tokens(self) -> Tensor:
-        """Number of tokens that a model reads, int64 [B]. A token shared by several conversations counts in each."""
+        """Number of tokens that a model reads, int64 [B]. A token that several conversations share counts in each."""
         return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
 
     def row_lengths(self) -> list[list[int]]:
-        """Returns the lengths of the rows that a model reads for each trajectory; each conversation is a row."""
+        """Returns, for each trajectory, the lengths of the rows that a model reads; each conversation is a row."""
         lengths = on_host(self.lengths).tolist()
         if self.gaps is None:
             return [[length] for length in lengths]
@@ -157,7 +157,7 @@ class Experience:
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Reduces values, which each rank computed from its `local`, over all ranks by sum or maximum."""
+        """Reduces values that each rank computed from its `local` over all ranks, by sum or maximum."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns a copy on this device, without waiting; `on_host` of a tensor still returns the original."""
+        """Returns a copy on this device, without waiting; `on_host` of a field still returns the original."""
         target = torch.device(device)
         moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
@@ -219,12 +219,12 @@ class Experience:
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """Returns the row indices of each unit, which the loss must see whole. Units are ordered by first row.
+        """Returns the rows of each unit (trajectory, group or pair), which a loss reads together, ordered by first row.
 
         A group is all rows with the same group id; a pair is two consecutive rows of a group.
 
         Raises:
-            ValueError: if the unit is unknown, or a group cannot be divided into pairs.
+            ValueError: if the unit is unknown, or a group cannot be cut into pairs.
         """
         return units_of(self.group_ids.tolist(), unit)
 
@@ -283,7 +283,7 @@ def units_of(group_ids: Sequence[int], unit: LossUnit) -> list[list[int]]:
     if odd is not None:
         raise ValueError(
             f"loss_unit='pair' needs an even number of trajectories per group, but group {odd} has "
-            f"{len(groups[odd])}. Drop one, or change group_size."
+            f"{len(groups[odd])}. Drop one of them, or set a different group_size."
         )
     return sorted(rows[start : start + 2] for rows in groups.values() for start in range(0, len(rows), 2))
 
@@ -303,13 +303,13 @@ def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
 def fields_of(
     trajectories: Sequence[Trajectory], *, has_rewards: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Returns an Experience's fields [B] and, for each per-token field, one numpy array per trajectory.
+    """Returns an Experience's fields [B], and for each per-token field one numpy array per trajectory.
 
     Without `has_rewards`, all rewards are NaN, since they may still be pending.
 
     Raises:
         ValueError: see `Experience.from_trajectories`; or if a column's width differs between trajectories, because
-            the trajectories come from different models.
+            they come from different models.
     """
     check_trajectories(trajectories, has_rewards=has_rewards)
     rows: dict[str, list[Any]] = {}
@@ -331,7 +331,7 @@ def fields_of(
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
-    """Returns the rewards, float32 [B], and every row's rewards per token if any row has them."""
+    """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
     if all(item.rewards is None for item in trajectories):  # other ranks have no tokens to check
         return rewards, {}

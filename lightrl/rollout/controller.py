@@ -1,8 +1,8 @@
 """RolloutController: keeps groups in flight, and hands over batches with rewards within the staleness bound.
 
-One asyncio loop in one daemon thread, on rank 0. All state belongs to that thread. The public methods are called from
-the main thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so
-it notices a blocked event loop too. GroupScheduler decides which groups start and are taken; the controller acts.
+One asyncio loop runs in one daemon thread, on rank 0, which owns all state. The public methods are called from the main
+thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so it also
+notices a blocked event loop. GroupScheduler decides which groups start and are taken; the controller acts on this.
 
     prompt stream ──position──► a task per group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -44,7 +44,7 @@ class Wait:
     """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
 
     who: str  # the caller, for messages
-    total: int  # trajectories it needs
+    total: int  # trajectories that the call needs
     for_what: str = "the first trajectory"
     done: int = 0
     last_progress: float = field(default_factory=time.monotonic)  # monotonic time when the last trajectory was done
@@ -56,7 +56,7 @@ class Wait:
 
 @dataclass
 class Stragglers:
-    """The slow groups that a batch waits for, although enough other groups are finished."""
+    """The slow groups that a batch waits for although enough other groups are finished."""
 
     num: int = 0  # current number
     waited_s: float = 0.0  # time with at least one
@@ -79,12 +79,12 @@ class RolloutController:
     Args:
         engine: must have been started.
         workflow: maps a prompt to a trajectory.
-        reward_worker: must have been started; computes rewards while other trajectories are still generated.
+        reward_worker: must have been started; computes rewards while other trajectories are being generated.
         settings: group and batch sizes, limits, and rules for dropping groups.
         sampling: settings of training rollouts; the controller sets the seed of each generation.
         run_seed: together with position, sample and turn, determines everything that is sampled.
         prompts: the prompt stream; None if only `evaluate` is used.
-        failures: the log of trajectories whose reward failed.
+        failures: the log of trajectories with a failed reward.
     """
 
     is_recorded = False
@@ -138,17 +138,17 @@ class RolloutController:
         return self.engine.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Returns the next batch of groups to train on, in stream order; it stays in `state_dict` until `commit`.
+        """Returns the next batch of groups to train on, in stream order. `state_dict` contains it until `commit`.
 
-        The groups have rewards unless `defers_rewards` is set. If the last batch was not committed, its groups are
-        candidates again.
+        The groups have rewards unless `defers_rewards` is set. If the last batch was not committed, its groups can be
+        taken again.
 
         Args:
             weight_version: the trainer's current version, v.
 
         Raises:
-            RolloutError: if no trajectory finishes for `rollout_timeout_s` (the message says what is missing); if too
-                many fail; or if the engine has no weights, or has weights that are too old for training.
+            RolloutError: if no trajectory finishes for `rollout_timeout_s` (the message says what is missing), if too
+                many fail, or if the engine has no weights or weights that are too old for training.
             EngineError: if the engine fails.
         """
         num = self.settings.groups_per_iteration * self.settings.group_size
@@ -158,7 +158,7 @@ class RolloutController:
     def wait_for_rewards(self, groups: Sequence[Group], *, on_wait: OnWait | None = None) -> None:
         """Sets the rewards of the groups from the last `take`; needed only with `defers_rewards`.
 
-        A trajectory whose reward failed is removed from its group, which may then be empty; `drain_drops` says why.
+        Trajectories with a failed reward are removed from their groups, which may then be empty; see `drain_drops`.
         Raises RolloutError if no reward arrives for `rollout_timeout_s`, or if too many fail.
         """
         wait = Wait("The loop", sum(len(group.trajectories) for group in groups), "the rewards")
@@ -169,7 +169,7 @@ class RolloutController:
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Loads new weights into the engine, and then starts the groups that the new version admits.
+        """Loads new weights into the engine, then starts the groups that the new version admits.
 
         On failure, the engine raises WeightSyncError and keeps the old weights, or EngineTimeout at its deadline.
         """
@@ -181,10 +181,10 @@ class RolloutController:
     ) -> list[Group]:
         """Rolls out validation prompts and computes rewards, without waiting for admission; training rollouts continue.
 
-        Returns groups in the order of the prompts, without trajectories whose reward failed; see `drain_drops`.
+        Returns groups in the order of the prompts, without trajectories with a failed reward; see `drain_drops`.
 
         Raises:
-            RolloutError: if none of them finishes for `rollout_timeout_s`, or if too many fail.
+            RolloutError: if no trajectory finishes for `rollout_timeout_s`, or if too many fail.
             EngineError: if the engine fails.
         """
         size = f"{count_text(len(prompts), 'prompt')} × {count_text(num_samples, 'sample')}"
@@ -196,7 +196,7 @@ class RolloutController:
         return self._scheduler.counter.drain()
 
     def drain_group_drops(self) -> dict[str, int]:
-        """Returns how many groups were dropped, and replaced by a new prompt, since the last call, by reason."""
+        """Returns reason → number of groups dropped and replaced by a new prompt since the last call."""
         return self._thread.call(_as_coroutine(self._scheduler.counter.drain_groups))
 
     def progress(self) -> dict[str, float]:
@@ -215,7 +215,7 @@ class RolloutController:
         }
 
     def state_dict(self) -> State:
-        """Returns what a resume needs, in plain Python: cursor, curriculum, positions in flight, untrained groups."""
+        """Returns a resume's state, in plain Python: cursor, curriculum, positions in flight, untrained groups."""
         return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
@@ -231,7 +231,7 @@ class RolloutController:
         self._thread.close(self._cancel_all, timeout_s)
 
     async def _state_at_boundary(self, timeout_s: float) -> State:
-        """Returns the state at a token boundary; omits unfinished completions if the engine does not pause in time."""
+        """Returns the state between two tokens; omits unfinished completions if the engine does not pause in time."""
         if not (self._scheduler.running and self._runner.in_flight.workflow.continues):
             return self._state({})
         taking = asyncio.ensure_future(self._paused_state())
@@ -247,7 +247,7 @@ class RolloutController:
 
     async def _paused_state(self) -> State:
         async with self._admission.batch():
-            for _ in range(ADMISSION_TICKS):  # lets completions that finished before the pause be recorded
+            for _ in range(ADMISSION_TICKS):  # time to record completions that finished before the pause
                 await asyncio.sleep(0)
             unfinished = await self.engine.unfinished()
             return self._state(unfinished, await self._runner.states_of_workers())
@@ -351,14 +351,14 @@ class RolloutController:
     async def _start_admissible(self) -> None:
         """Starts all admissible groups; on-policy, in one admission batch. If cancelled, started groups continue.
 
-        If a prompt has not been made yet, a thread makes it first; then this method is called again.
+        If a prompt has not been made yet, a thread makes it first and then this method is called again.
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
             num_new = self._scheduler.max_new(version)
             if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
                 return
-            # Off-policy, an admission batch would pause running groups, and no order is promised.
+            # Off-policy, no order is promised, and an admission batch would pause running groups.
             is_batch = self.settings.max_staleness == 0
             async with self._admission.batch() if is_batch else contextlib.nullcontext():
                 if self._is_open():  # check again: the engine took time to pause
@@ -371,7 +371,7 @@ class RolloutController:
         return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
-        """Chooses as many new positions as the scheduler plans, and starts all groups that may start."""
+        """Chooses as many new positions as the scheduler plans, then starts all groups that may start."""
         version = self.weight_version
         try:
             for _ in range(self._scheduler.plan(version)):
@@ -404,7 +404,7 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops all of this.
+        """Runs these samples of a group and waits for their rewards, unless deferred. A cancellation stops everything.
 
         Calls `on_done` with each sample's number and its trajectory, or None if it was dropped.
         """
@@ -443,7 +443,7 @@ class RolloutController:
         """Reports to the scheduler that a trajectory of a running group is done; None means that it was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
-            return  # the group was given up in this tick of the event loop
+            return  # the group was given up in this event-loop tick
         if self._take_wait is not None:
             self._take_wait.last_progress = time.monotonic()
         try:
@@ -471,7 +471,7 @@ class RolloutController:
     async def _evaluate(
         self, prompts: Sequence[Prompt], sampling: Sampling, num_samples: int, wait: Wait
     ) -> list[Group]:
-        """Waits for all trajectories, or for the first error. If cancelled, cancels and awaits all of them."""
+        """Waits for all trajectories or the first error. If cancelled, cancels and awaits all tasks."""
         groups = [Group(index, prompt) for index, prompt in enumerate(prompts)]
         done: dict[tuple[int, int], Trajectory] = {}  # group and sample → trajectory
         tasks: list[asyncio.Task[None]] = []

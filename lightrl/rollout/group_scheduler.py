@@ -1,15 +1,15 @@
 """GroupScheduler: decides which groups may start and which a batch takes, without asyncio, threads, clocks or I/O.
 
 Notation: v is the current weight version, η is `max_staleness`, and P is `groups_per_iteration`. A group's version is
-the version of its oldest token. For a running group it is a lower bound, the version that served when it started.
+the version of its oldest token. A running group has a lower bound instead: the version that served when it started.
 
-The default is windowed order. A group may start once it is among the next (η + 1)·P groups of the stream, and only the
-trainer moves this window, by P groups in each iteration. A batch is the first P groups that were kept, even if one of
-them takes long. So a group starts with at most (η + 1)·P - 1 groups before it and is trained on at most η versions
-later. Which groups a batch contains does not depend on how long they took, so fast groups are not preferred.
+The default is windowed order. A group may start once it is among the next (η + 1)·P groups of the stream. Only the
+trainer moves this window, by P groups per iteration. A batch is the first P groups that were kept, even if one of them
+takes long. So a group starts with at most (η + 1)·P - 1 groups before it, and is trained on at most η versions later.
+The groups in a batch do not depend on how long they took, so fast groups are not preferred.
 
-A run that over-samples passes over slow groups instead. `find_late` finds the groups that would be too old for any
-later batch.
+A run that over-samples skips slow groups instead. `find_late` finds the groups that would be too old for any later
+batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from lightrl.rollout.prompts import Curriculum, State
 from lightrl.trajectory import Group, Prompt, Trajectory
 
 MAX_DROPPED_ITERATIONS = 10  # the default limit on dropped groups is this times P
-MAX_RESAMPLES = 3  # times that an incomplete group is sampled again before it is dropped
+MAX_RESAMPLES = 3  # how often an incomplete group is sampled again before it is dropped
 
-# Reason for dropping → advice for a run that drops too many groups for this reason.
+# Drop reason → advice for a run that drops too many groups for this reason.
 ADVICE = {
     "filtered_zero_variance": "increase group_size or the temperature, or use prompts of medium difficulty",
     "filtered_too_hard": "lower min_success, or use easier prompts",
@@ -49,27 +49,27 @@ OTHER_ADVICE = "loosen the rule"
 class GroupFilter:
     """Decides whether to drop a group with rewards. Returns (reason, message) to drop it, or None to keep it.
 
-    The policy learns from the differences between a group's trajectories. If all rewards are equal, the advantages are
-    0: the group takes up a place in the iteration but yields no gradient. DAPO's dynamic sampling drops such groups and
+    The policy learns from differences between a group's trajectories. If all rewards are equal, the advantages are 0:
+    the group takes up a place in the iteration but yields no gradient. DAPO's dynamic sampling drops such groups and
     samples new prompts.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
-    Dropping changes what is learned. Without groups that always succeed or always fail, the mean training reward no
-    longer shows how good the policy is (validation does), and a bound on tokens favors short completions.
+    Dropping changes what the policy learns. Without groups that always succeed or always fail, the mean training reward
+    no longer shows how good the policy is (validation does), and a bound on tokens favors short completions.
     """
 
     drop_zero_variance: bool = True  # drop a group whose trajectories all have the same reward
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
     max_group_tokens: int | None = None  # bound on the longest trajectory, without its prompt
-    rule: Callable[[Group], object] | None = None  # drops a group by returning True or a word
+    rule: Callable[[Group], object] | None = None  # returns True, or a word as the reason, to drop a group
 
     def __post_init__(self) -> None:
         check_bounds(1, max_group_tokens=self.max_group_tokens)
         if not 0 <= self.min_success <= self.max_success <= 1:
             bounds = f"min_success={self.min_success} and max_success={self.max_success}"
-            raise ValueError(f"0 <= min_success <= max_success <= 1 must hold, got {bounds}.")
+            raise ValueError(f"0 <= min_success <= max_success <= 1 is required, got {bounds}.")
 
     def __call__(self, group: Group) -> tuple[str, str] | None:
         """Returns the reason and message of the first rule that drops the group, or None if no rule does."""
@@ -82,7 +82,7 @@ class GroupFilter:
         if success > self.max_success:
             return "filtered_too_easy", f"{name} has success rate {success:.2f}, above max_success={self.max_success}."
         if self.drop_zero_variance and rewards.count(rewards[0]) == len(rewards):
-            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in each of its trajectories."
+            return "filtered_zero_variance", f"{name} got reward {rewards[0]:g} in every trajectory."
         if self.max_group_tokens is not None and longest > self.max_group_tokens:
             bound = f"max_group_tokens={self.max_group_tokens}"
             return "filtered_too_long", f"{name} has a trajectory of {count_text(longest, 'token')}, above {bound}."
@@ -97,7 +97,7 @@ def success_rate(group: Group) -> float:
     return sum(trajectory.accuracy for trajectory in group.trajectories) / len(group.trajectories)
 
 
-# Returns why to drop a group with rewards, as (reason, message), or None to keep it. `GroupFilter` is one.
+# Returns (reason, message) to drop a group with rewards, or None to keep it; for example a `GroupFilter`.
 DropsGroups = Callable[[Group], tuple[str, str] | None]
 
 
@@ -107,22 +107,22 @@ class RolloutSettings:
 
     Args:
         group_size: G, trajectories per prompt.
-        group_sizes: G of the prompts of these data sources, by label.
+        group_sizes: data source's label → G of its prompts.
         groups_per_iteration: P.
         total_groups: number of groups that the whole run needs; None if the run's end is unknown.
         max_staleness: η, in versions; 0 is on-policy.
-        max_concurrent: maximum number of groups in flight; None: limited only by `max_staleness`.
+        max_concurrent: maximum number of groups in flight; None limits them only by `max_staleness`.
         rollout_timeout_s: the run ends if a batch waits this long without a finished trajectory.
         loop_timeout_s: the run ends if a workflow or async reward blocks the event loop for this long.
         max_failed_fraction: the run ends if more than this fraction of an iteration's trajectories fail.
-        curriculum: chooses among the prompts by past success; None runs all of them.
+        curriculum: chooses prompts by past success; None runs all prompts.
         group_filter: decides from the rewards which groups to drop, and why; a new prompt replaces each dropped group.
-        max_dropped_groups: the run ends if more than this many groups are dropped per P kept groups, because of the
-            filter, as incomplete, or because every trajectory failed; None means 10·P.
+        max_dropped_groups: the run ends if more groups than this are dropped per P kept groups, by the filter, as
+            incomplete, or because every trajectory failed; None means 10·P.
         incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
-        oversample_fraction: start this fraction of P more groups than needed. Groups in flight that would hold a batch
-            back are given up, and the others are kept for later batches; on-policy, all groups in flight are given up.
+        oversample_fraction: number of extra groups to start, as a fraction of P. Groups in flight that would delay a
+            batch are given up, all others are kept for later batches; on-policy, all groups in flight are given up.
         workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
         reward_metrics: metrics that each reward must have; a trajectory without one counts as a failed reward.
         defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
@@ -166,13 +166,13 @@ class RolloutSettings:
 
     @property
     def reads_rewards(self) -> bool:
-        """Whether rewards decide which groups are taken, so that they must be known first."""
+        """Whether rewards decide which groups are taken, so that rewards must be known first."""
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
 
     def size_of(self, prompt: Prompt) -> int:
-        """Returns G of this prompt."""
+        """Returns the group size of this prompt."""
         return self.group_sizes.get(prompt.source or "", self.group_size)
 
     @functools.cached_property
@@ -191,7 +191,7 @@ class Drop:
 
 
 class DropCounter:
-    """Counts failures and drops per batch, enforces the settings' bounds on them, and keeps drops until drained."""
+    """Counts failures and drops per batch, enforces the bounds in the settings, and keeps drops until drained."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
@@ -200,9 +200,9 @@ class DropCounter:
         self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # finished trajectories, since the last batch was taken
-        self._num_failed = 0  # failed trajectories, since then
-        self.num_kept = 0  # kept groups, since then
-        self._num_dropped: collections.Counter[str] = collections.Counter()  # dropped groups, since then
+        self._num_failed = 0  # failed trajectories, since the last batch
+        self.num_kept = 0  # kept groups, since the last batch
+        self._num_dropped: collections.Counter[str] = collections.Counter()  # dropped groups, since the last batch
 
     def begin_iteration(self) -> None:
         """Resets the counts, because a batch was taken."""
@@ -225,7 +225,7 @@ class DropCounter:
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def count_trajectory(self, num_expected: float, *, is_failed: bool) -> None:
-        """Counts a trajectory that is done; raises RolloutError if too many of an iteration's have failed."""
+        """Counts a finished trajectory; raises RolloutError if too many trajectories of an iteration have failed."""
         self._num_done += 1
         self._num_failed += is_failed
         if is_failed:
@@ -233,7 +233,7 @@ class DropCounter:
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if too many trajectories of a validation batch failed, as the mean would mislead."""
+        """Raises RolloutError if too many trajectories of a validation batch failed: the mean would mislead."""
         self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
 
     def _check_failed(self, num_failed: int, total: int, when: str) -> None:
@@ -245,11 +245,11 @@ class DropCounter:
             )
 
     def count_given_up(self) -> None:
-        """Counts an over-sampled group that was dropped, which is not a failure."""
+        """Counts a dropped over-sampled group; this is not a failure."""
         self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
-        """Counts a dropped group, which a new prompt replaces; raises RolloutError if too many were dropped."""
+        """Counts a dropped group that a new prompt replaces; raises RolloutError if too many were dropped."""
         self._group_drops[reason] += 1
         self._num_dropped[reason] += 1
         size, max_dropped = self.settings.groups_per_iteration, self.settings.max_dropped_groups
@@ -268,7 +268,7 @@ class DropCounter:
         return [self._drops.popleft() for _ in range(len(self._drops))]
 
     def drain_groups(self) -> dict[str, int]:
-        """Returns how many groups were dropped since the last call, by reason."""
+        """Returns reason → number of groups dropped since the last call."""
         drops, self._group_drops = dict(self._group_drops), collections.Counter()
         return drops
 
@@ -277,52 +277,52 @@ class DropCounter:
 class Batch:
     """The decision of `take`: the groups to train on, or the running groups to wait for."""
 
-    group_ids: list[int] | None  # P group ids; None: wait
-    waits_for: list[int]  # running groups that hold the batch back
-    gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would hold this batch back
+    group_ids: list[int] | None  # P group ids; None means to wait
+    waits_for: list[int]  # running groups that delay the batch
+    gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would be too old for later batches
 
-    def describe_wait(self) -> str:  # the first five groups, for messages
+    def describe_wait(self) -> str:  # for messages; names the first five groups
         others = f" and {len(self.waits_for) - 5} more" if len(self.waits_for) > 5 else ""
         return f"groups {', '.join(map(str, self.waits_for[:5]))}{others}" if self.waits_for else "more finished groups"
 
 
 @dataclass(eq=False)
 class RunningGroup:
-    """A group that is being sampled; sampling it again makes a new object."""
+    """A group that is being sampled; if it is sampled again, a new object is made."""
 
     group: Group
-    started_version: int  # the weight version that served when it started; no token is older
-    seed_name: str  # determines the seeds of its generations
+    started_version: int  # weight version that served when the group started; no token is older
+    seed_name: str  # determines the seeds of the group's generations
     results: dict[int, Trajectory | None] = field(default_factory=dict)  # sample → trajectory; None if dropped
 
 
 class GroupScheduler:
-    """Knows where each group is. The controller reports what happens and does what the scheduler decides.
+    """Tracks the state of each group. The controller reports events and carries out the scheduler's decisions.
 
         queue ──start──► running ─record, settle─► finished ──take──► taken ──commit──► trained on
           ▲                 │ resampled                │ overdue          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
-    A position of the prompt stream, once queued, is in exactly one of these states until it is trained on, dropped or
+    Once queued, a position of the prompt stream is in exactly one of these states until it is trained on, dropped or
     given up.
     """
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.counter = DropCounter(settings)
-        self.num_consumed = 0  # groups that an iteration was trained on
+        self.num_consumed = 0  # groups that have been trained on
         self.running: dict[int, RunningGroup] = {}
         self.finished: dict[int, tuple[Group, int]] = {}  # position → group, version of its oldest token
         self.taken: list[Group] = []
         self._queued: list[int] = []  # positions to start next, in order
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
-        # Groups that ran when the checkpoint was written: position → version at the start, finished samples.
+        # Groups that were running when the checkpoint was written: position → version at the start, finished samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
-        self._num_resamples: dict[int, int] = {}  # position in flight → how often it got new seeds
+        self._num_resamples: dict[int, int] = {}  # position in flight → how often it has got new seeds
 
     @property
     def num_done_trajectories(self) -> int:
-        """The number of finished trajectories in the groups that the next batch may contain, for progress."""
+        """The number of finished trajectories in groups that may be in the next batch, to report progress."""
         ids = [*self.running, *self.finished]
         if not self.settings.num_oversampled:
             ids = self._stream()[: self.settings.groups_per_iteration]
@@ -332,7 +332,7 @@ class GroupScheduler:
 
     @property
     def num_expected(self) -> float:
-        """The number of trajectories of an iteration; if G differs by source, estimated from the groups in flight."""
+        """The number of trajectories per iteration; if G differs by source, estimated from the groups in flight."""
         groups = [*(item.group for item in self.running.values()), *(group for group, _ in self.finished.values())]
         sizes = [self.settings.size_of(group.prompt) for group in groups if self.settings.group_sizes]
         return self.settings.groups_per_iteration * (sum(sizes) / len(sizes) if sizes else self.settings.group_size)
@@ -344,14 +344,14 @@ class GroupScheduler:
     def may_start(self, weight_version: int) -> bool:
         """Whether a group may start now.
 
-        On-policy, replacements of dropped groups wait until the whole admission batch before them is done. Then the
-        seed decides which groups are sampled, and which are decoded together, not the order in which groups finish.
+        On-policy, replacements of dropped groups wait until the whole admission batch before them is done. So the seed
+        decides which groups are sampled and which are decoded together, not the order in which groups finish.
         """
         if self.settings.max_staleness == 0 and self.running and not self._queued:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # after a resume, more groups may be finished than the window has
+        return bool(self.startable(weight_version))  # after a resume, more groups may be finished than fit the window
 
     def plan(self, weight_version: int) -> int:
         """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
@@ -367,11 +367,11 @@ class GroupScheduler:
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
     def queue(self, position: int) -> None:
-        """Adds a position of the prompt stream to the queue, in the stream's order."""
+        """Adds a position of the prompt stream to the queue, which is in stream order."""
         bisect.insort(self._queued, position)
 
     def startable(self, weight_version: int) -> list[int]:
-        """Returns the queued positions inside the window, which may start now, in order."""
+        """Returns the queued positions that may start now, because they are inside the window, in order."""
         if not self._queued:
             return []
         accepted = self.num_consumed + len(self.taken)
@@ -381,7 +381,7 @@ class GroupScheduler:
         return startable if max_concurrent is None else startable[: max(0, max_concurrent - len(self.running))]
 
     def start(self, position: int, prompt: Prompt, weight_version: int) -> RunningGroup:
-        """Moves a queued position to `running`, with this weight version."""
+        """Moves a queued position to `running` and records this weight version."""
         (self._queued if position in self._queued else self._again).remove(position)
         num_resamples = self._num_resamples.get(position)
         seed_name = f"{position}:{prompt.id}" + (f":{num_resamples}" if num_resamples else "")
@@ -396,7 +396,7 @@ class GroupScheduler:
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
         """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
 
-        Returns whether the caller must now call `settle`: all trajectories are done, and none is sampled again.
+        Returns whether the caller must now call `settle`: all trajectories are done, and the group is not resampled.
         """
         running.results[sample] = trajectory
         self.counter.count_trajectory(self.num_expected, is_failed=trajectory is None)
@@ -407,7 +407,7 @@ class GroupScheduler:
         return len(group.trajectories) == size or not self._resample(group.id)
 
     def _resample(self, group_id: int) -> bool:
-        """Samples an incomplete group again; returns False if the settings forbid it, or it was sampled too often."""
+        """Samples an incomplete group again; returns False if the settings forbid that or the limit is reached."""
         num_resamples = self._num_resamples.get(group_id, 0)
         if self.settings.incomplete_groups != "resample" or num_resamples >= MAX_RESAMPLES:
             return False
@@ -422,8 +422,8 @@ class GroupScheduler:
     def settle(self, group: Group) -> None:
         """Keeps or drops a group whose trajectories are all done. Raises RolloutError if too many were dropped.
 
-        If the group filter raises, the error is raised and the group stays in flight, so that a run resumed with a
-        corrected filter samples it again.
+        If the group filter raises, the error is passed on and the group stays in flight, so that a run resumed with a
+        corrected filter samples the group again.
         """
         self._num_resamples.pop(group.id, None)
         num, size = len(group.trajectories), self.settings.size_of(group.prompt)
@@ -431,7 +431,7 @@ class GroupScheduler:
         if num == 0:
             reason = "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
         elif num < size and self.settings.incomplete_groups != "train":
-            reason = "incomplete", f"Group {group.id} has {num} of its {size} trajectories."
+            reason = "incomplete", f"Group {group.id} has only {num} of {size} trajectories."
         elif self.settings.group_filter is not None:
             with named_user_code("The group filter", on=f"group {group.id}"):
                 reason = self.settings.group_filter(group)
@@ -444,11 +444,11 @@ class GroupScheduler:
             self.counter.count_dropped(*reason)
 
     def unrewarded(self) -> list[Group]:
-        """Returns finished groups without rewards, which come from the checkpoint of a run that deferred rewards."""
+        """Returns finished groups without rewards; they come from the checkpoint of a run that deferred rewards."""
         return [group for group, _ in self.finished.values() if any(item.reward is None for item in group.trajectories)]
 
     def on_rewards(self, groups: Sequence[Group]) -> None:
-        """Keeps the groups of `unrewarded`, which now have rewards; samples a group again if all its rewards failed."""
+        """Keeps the groups of `unrewarded`, now with rewards; samples a group again if all its rewards failed."""
         for group in groups:
             if group.trajectories:
                 self.finished[group.id] = (group, group.oldest_version)
@@ -466,7 +466,7 @@ class GroupScheduler:
             self.queue(group_id)
 
     def take(self, weight_version: int) -> Batch:
-        """Takes a batch if enough groups are finished, and drops the over-sampled groups that it gives up."""
+        """Takes a batch if enough groups are finished, and drops over-sampled groups too old for later batches."""
         if self.settings.num_oversampled:
             running = {group_id: item.started_version for group_id, item in self.running.items()}
             batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
@@ -543,7 +543,7 @@ class GroupScheduler:
         self._num_resamples, self.finished = dict(state["resamples"]), {}
         for group in map(Group.from_state, state["finished"]):
             self.finished[group.id] = (group, group.oldest_version)
-        # With a smaller bound, groups that were running might finish too old, so they start again.
+        # With a smaller bound, groups that were running might be too old when they finish, so they start again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
         sizes = state.get("group_size"), state.get("group_sizes", {})
         continues = is_in_time and sizes == (self.settings.group_size, self.settings.group_sizes)
@@ -553,7 +553,7 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """Whether a resumed run can use it: its reward must not need an agent's folder, which is deleted with the run."""
+    """Whether a resumed run can use it: the reward must not need an agent's folder, which is deleted with the run."""
     return trajectory is None or trajectory.workspace is None
 
 
@@ -562,13 +562,13 @@ def num_admissible(
 ) -> int:
     """Returns how many groups may start now.
 
-    A group may start while `accepted + running < (η + v + 1)·P`; then it is trained on by version v + η. With
-    over-sampling a few more groups may start; `pass_over` gives up those that would hold a batch back.
+    A group may start while `accepted + running < (η + v + 1)·P`, so that it is trained on by version v + η. With
+    over-sampling, a few more groups may start; `pass_over` gives up those that would delay a batch.
 
     Args:
-        weight_version: v, the version that all routable engines have acknowledged.
-        running: groups in flight, at most `max_concurrent` if that is not None.
-        accepted: groups finished and kept since the run began, trained on or waiting; dropped groups do not count.
+        weight_version: v, the version that all serving engines have acknowledged.
+        running: number of groups in flight, at most `max_concurrent` if that is set.
+        accepted: number of groups finished and kept since the run began, trained on or not; excludes dropped groups.
     """
     num = (settings.max_staleness + weight_version + 1) * settings.groups_per_iteration + settings.num_oversampled
     if settings.total_groups is not None:
@@ -584,7 +584,7 @@ def pass_over(
 ) -> Batch:
     """Takes the P finished groups with the oldest versions, unless too many of the remaining groups would be late.
 
-    Late groups are given up, but no more than admission starts beyond the window; that number always suffices.
+    Late groups are given up, but at most as many as over-sampling started; that number is always enough.
 
     Args:
         weight_version: v, the trainer's version.
@@ -608,7 +608,7 @@ def find_late(
 ) -> list[int]:
     """Returns the fewest groups to give up so that all others are trained on in time; prefers running groups.
 
-    Without over-sampling there are none, except after a resume with a smaller η or P.
+    Without over-sampling, no group is late, except after a resume with a smaller η or P.
 
     Args:
         weight_version: version of the next batch, which takes the P groups with the oldest versions.

@@ -1,6 +1,6 @@
-"""PromptCursor: decides which position of the prompt stream comes next, skipping prompts as the Curriculum says.
+"""PromptCursor: decides which position of the prompt stream comes next; a Curriculum can skip prompts.
 
-PromptsAhead makes prompts in a thread, in advance, if that takes time.
+PromptsAhead makes prompts in advance, in a thread, if that takes time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightrl.trajectory import Prompt, sampling_seed
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # maximum number of positions skipped in a row
 AHEAD = 256  # number of prompts that a thread makes in advance in one call
-MAX_PREPARED = 2_048  # maximum positions to prepare before a choice; fewer than a PromptStream keeps
+MAX_PREPARED = 2_048  # maximum number of positions to prepare before a choice; a PromptStream keeps more
 
 
 class Prompts(Protocol):
@@ -46,7 +46,7 @@ class Prompts(Protocol):
         return
 
     def state_dict(self, position: int) -> State | None:
-        """Returns state that lets a resumed run read from this position on; None if it needs none."""
+        """Returns state that lets a resumed run read from this position on; None if no state is needed."""
         return None
 
     def load_state_dict(self, state: State) -> None:
@@ -55,13 +55,13 @@ class Prompts(Protocol):
 
 
 class Curriculum(Protocol):
-    """Decides from past success how often a prompt is worth a rollout. Called on the event loop, so it must be fast.
+    """Decides from past success how often to roll out a prompt. Called on the event loop, so it must be fast.
 
     It may have a method `success_rate(prompt_id)`, for metrics: past success from 0 to 1, or None for a new prompt.
     """
 
     def weight(self, prompt_id: str) -> float:
-        """Returns the probability that this prompt is run when its turn comes, 0 to 1; 1 for a new prompt."""
+        """Returns the probability, 0 to 1, of running this prompt when its turn comes; 1 for a new prompt."""
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
         """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
@@ -80,7 +80,7 @@ class PromptCursor:
     turn in the next epoch. The choice depends only on (run seed, position), so a position still identifies a group for
     seeds and resume.
 
-    Observations take effect at the next choice, in the order of positions, not in the order of finishing.
+    Observations take effect at the next choice, in the order of positions, not in the order in which groups finish.
     """
 
     prompts: Prompts | None  # the stream; None if there is nothing to choose
@@ -121,8 +121,8 @@ class PromptCursor:
             self.num_skipped += 1
         if self.curriculum is None:
             raise RolloutError(
-                f"{MAX_SKIPPED} consecutive rows yielded no prompt, because row_filter, bad_rows or the length limits "
-                "dropped them. Loosen these, or fix the data."
+                f"{MAX_SKIPPED} consecutive rows yielded no prompt: row_filter, bad_rows or the length limits dropped "
+                "all of them. Loosen these settings, or fix the data."
             )
         raise RolloutError(
             f"{type(self.curriculum).__name__} skipped {MAX_SKIPPED} prompts in a row. If all of them are solved, end "
@@ -130,7 +130,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared position of these and the next `num` choices, if any; raises like `choose`."""
+        """Returns the first unprepared position of these and the next `num` choices, if any. Raises like `choose`."""
         prompts = self.prompts
         assert prompts is not None
         for position in positions:
@@ -146,11 +146,11 @@ class PromptCursor:
         return None
 
     def observe(self, position: int, prompt_id: str, success_rate: float) -> None:
-        """Stores the success rate of a group, which the next `choose` passes to the curriculum."""
+        """Stores a group's success rate; the next `choose` passes it to the curriculum."""
         self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
-        """Returns the curriculum's state and pending observations, without `next_position`; None if no curriculum."""
+        """Returns the curriculum's state and pending observations, without `next_position`; None without curriculum."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
@@ -184,9 +184,9 @@ class PromptsAhead:
     _making: asyncio.Task[None] | None = None
 
     def lacks(self, positions: Sequence[int], num: int, run_seed: int) -> bool:
-        """Whether a prompt at these positions, or among the next `num` choices, is missing; if so, starts making it.
+        """Whether a prompt at these positions or among the next `num` choices is missing; if so, starts making it.
 
-        If the stream raises, the run fails; then this returns False, because no group starts.
+        If the stream raises, the run fails, and this returns False because no group starts.
         """
         try:
             missing = self.cursor.unprepared(positions, num, run_seed)

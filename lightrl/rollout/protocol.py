@@ -1,4 +1,4 @@
-"""Rollout, the source of groups for the loop and the callbacks; RecordedRollout, which replays an earlier run's groups.
+"""Rollout, the source of groups for loop and callbacks, and RecordedRollout, which replays an earlier run's groups.
 
 RolloutController generates groups, and `loops.SharedRollout` shares rank 0's controller with all ranks.
 """
@@ -21,11 +21,11 @@ OnWait = Callable[[int, int], None]  # (trajectories done, trajectories needed),
 
 
 class Rollout(Protocol):
-    """Provides groups to train on and to validate with. RolloutController documents the methods."""
+    """Provides groups for training and validation. RolloutController documents the methods."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the trajectories and weight versions come from an earlier run, so that nothing is generated."""
+        """Whether trajectories and weight versions come from an earlier run, so that nothing is generated."""
 
     @property
     def settings(self) -> RolloutSettings: ...
@@ -38,7 +38,7 @@ class Rollout(Protocol):
         """The engine on rank 0; None on other ranks."""
 
     @property
-    def workflow(self) -> Workflow | None: ...  # None on other ranks than 0
+    def workflow(self) -> Workflow | None: ...  # None on ranks other than 0
 
     @property
     def weight_version(self) -> int:
@@ -63,14 +63,14 @@ class Rollout(Protocol):
 class RecordedRollout:
     """A Rollout that reads its groups from a list.
 
-    Iteration k takes the k-th entry and starts over after the last one, so the weight version is the only state.
+    Iteration k takes the k-th entry, starting over after the last one, so the weight version is the only state.
     """
 
     is_recorded = True
     settings = RolloutSettings()
     engine = workflow = None
 
-    iterations: Sequence[list[Group]]  # the groups of each iteration, with their rewards
+    iterations: Sequence[list[Group]]  # the groups of each iteration, with rewards
     run_seed: int  # seeds shuffles and dropout; the recorded run's seed repeats its iterations bit for bit
     weight_version: int = -1
 
@@ -84,7 +84,7 @@ class RecordedRollout:
         """No-op: no group is in flight."""
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Consumes the export, in which all ranks take part, although there is no engine."""
+        """Consumes the export although there is no engine, because all ranks take part in it."""
         for _ in buckets:
             pass
         self.weight_version = weight_version

@@ -1,6 +1,6 @@
 """RLTrainer: Lightning's Trainer with the rollout and the RL hooks that the loop and the callbacks use.
 
-It is a class, not a Protocol, because its users also need Lightning's Trainer and Python has no intersection types.
+It is a class, not a Protocol, because users also need Lightning's Trainer and Python has no intersection types.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class RLTrainer(L.Trainer):
     profiler: Profiler
 
     engine: RolloutEngine | None = None  # if not set, the first stage sets LocalEngine() on rank 0
-    settings: Mapping[str, object] | None = None  # from the command line and its files; None without a command
+    settings: Mapping[str, object] | None = None  # from the command line and config files; None without a command
     open_rollout: Rollout | None = None  # while a stage of an RLModule runs
-    memory_estimate: str  # a description of a rank's estimated memory use
-    # Logs a number of the training batch, given name, value and `log`'s other arguments; False if Lightning must log.
+    memory_estimate: str  # describes the estimated memory use of a rank
+    # Logs a number of the training batch: (name, value, other arguments of `log`); returns False if Lightning must log.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
     restoring: object = None  # the checkpoint that a fit restores, until the fit runs
     saved_at: int | None = None  # the iteration after which the last checkpoint was saved
-    is_in_iteration: bool = False  # until its updates are made
+    is_in_iteration: bool = False  # from the start of an iteration to the end of its updates
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
 
     @property
@@ -54,7 +54,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def iteration(self) -> int:
-        """The number, from 1, of the iteration in progress or, between two, of the last one; 0 before the first."""
+        """The number, from 1, of the current iteration or, between iterations, of the last one; 0 before the first."""
         return self.global_step + self.is_in_iteration
 
     @property
@@ -63,7 +63,7 @@ class RLTrainer(L.Trainer):
         return global_seed()
 
     def ended_by_sigterm(self) -> AbstractContextManager[None]:
-        """Returns a context in which SIGTERM ends a run of one process at once: it only waits for the engine."""
+        """Returns a context in which SIGTERM ends a single-process run at once; used while it waits for the engine."""
         return nullcontext()
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:

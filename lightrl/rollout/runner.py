@@ -1,9 +1,9 @@
 """TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
 
-InFlightCompletions keeps what running groups have generated so far and the answers they got, so that a resumed run can
+InFlightCompletions keeps what running groups have generated and which answers they got, so that a resumed run can
 continue from there.
 
-AdmissionBatch lets groups that start together reach the engine together. Rewards computes rewards. Both exist only in
+AdmissionBatch makes groups that start together reach the engine together. Rewards computes rewards. Both exist only in
 rank 0's process.
 """
 
@@ -32,8 +32,8 @@ from lightrl.trajectory import Attached, Group, Prompt, Sampling, Trajectory, sa
 from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Event-loop ticks after which every new trajectory has reached its first `generate`. One tick starts the group's task,
-# and one starts the task of the trajectory or request. The others allow for a workflow that first awaits something that
-# is ready.
+# and one starts the task of the trajectory or request. The rest allow for a workflow that first awaits something that
+# is already done.
 ADMISSION_TICKS = 5
 
 
@@ -48,7 +48,7 @@ class InFlightCompletions:
     _logs: dict[str, dict[str, TurnLog]] = field(default_factory=dict)  # seed name → session → log
 
     def open(self, seed_name: str) -> None:
-        """Adds a training group that starts now, so that checkpoints include it."""
+        """Adds a training group when it starts, so that checkpoints include it."""
         self._completions.setdefault(seed_name, {})
 
     def close(self, seed_name: str) -> None:
@@ -57,7 +57,7 @@ class InFlightCompletions:
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns what a checkpoint contains for these samples, for `take_over`; None in validation."""
+        """Removes and returns these samples' state from a checkpoint, for `take_over`; None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -68,17 +68,17 @@ class InFlightCompletions:
         return {"started": started, "answers": {session: self._answers.pop(session) for session in sessions}}
 
     def take_over(self, seed_name: str, parts: State) -> None:
-        """Opens a training group in this worker, with what `hand_over` returned."""
+        """Opens a training group in this worker, with the result of `hand_over`."""
         self.open(seed_name)
         self.started |= parts["started"]
         self._answers |= parts["answers"]
 
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
-        """Returns the dict that callers fill with a running group's completions; in validation, an unused dict."""
+        """Returns the dict for callers to fill with a running group's completions; in validation, an unused dict."""
         return self._completions.get(seed_name, {})
 
     def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
-        """Returns the log of a training rollout that a resumed run can continue; None for others."""
+        """Returns the log of a training rollout if a resumed run can continue it; otherwise None."""
         if seed_name not in self._completions or not self.workflow.continues:
             return None
         answers = [(method, answer, state) for method, answer, state in self._answers.pop(session, [])]
@@ -90,7 +90,7 @@ class InFlightCompletions:
 
         Args:
             unfinished: the engine's completions in progress, keyed by seed.
-            states_of_workers: the workflow workers' states, as this method returns them there.
+            states_of_workers: the states that this method returned in the workflow workers.
         """
         logs = [item for logs in self._logs.values() for item in logs.items()]
         completions: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class InFlightCompletions:
 
 @dataclass(eq=False)
 class TrajectoryRunner:
-    """Runs the workflow for groups, with this process's engine. Belongs to one event loop."""
+    """Runs the workflow for groups with this process's engine. Belongs to one event loop."""
 
     engine: RolloutEngine  # has been started
     workflow: Workflow
@@ -122,10 +122,10 @@ class TrajectoryRunner:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields each sample's trajectory, or the error that drops it, as soon as it is done; sets no deadline.
+        """Yields each sample's trajectory, or the error that drops it, when it is done; sets no deadline.
 
         Args:
-            sampling: settings for every turn; this method sets the seed.
+            sampling: settings for every turn; this method adds the seed.
             run_seed, seed_name: together with sample and turn, determine everything that is sampled.
 
         Raises:
@@ -188,11 +188,11 @@ class _GroupGenerate:
         return _TurnGenerate(self, sample, f"{self.seed_name}/{sample}")
 
     async def for_all(self, token_ids: list[int]) -> AsyncGenerator[tuple[int, Completion | RolloutError], None]:
-        """Yields each sample's completion when it is done; continues or reuses the completions of a checkpoint."""
+        """Yields each sample's completion when it is done; continues or reuses completions from a checkpoint."""
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
         futures: dict[int, asyncio.Future[Completion]] = {}
-        unfinished: dict[int, Completion | None] = {}  # sample → its partial completion from a checkpoint, if any
+        unfinished: dict[int, Completion | None] = {}  # sample → partial completion from a checkpoint, if any
         for sample, seed in seeds.items():
             in_flight[seed] = None
             started = self.in_flight.started.pop(seed, None)
@@ -255,7 +255,7 @@ class _TurnGenerate:
         return check_completion(completion, sampling, turn, group.prompt)
 
     async def _generate(self, token_ids: list[int], sampling: Sampling, attached: Attached) -> Completion:
-        """Returns the engine's completion, which continues a checkpoint's partial one if there is one."""
+        """Returns the engine's completion; continues a partial completion from a checkpoint if there is one."""
         engine = self.group.engine
         request: dict[str, Any] = {**attached}
         started = self.group.in_flight.started.pop(sampling.seed, None)
@@ -288,7 +288,7 @@ def check_completion(completion: Completion, sampling: Sampling, turn: int, prom
 
 @dataclass(eq=False)
 class AdmissionBatch:
-    """Inside `async with admission.batch():`, the engine is paused, so that it admits all requests together."""
+    """Pauses the engine inside `async with admission.batch():`, so that it admits all requests together."""
 
     engine: RolloutEngine  # has been started
     resuming: set[asyncio.Task[None]] = field(default_factory=set)  # must not be cancelled
@@ -298,7 +298,7 @@ class AdmissionBatch:
     async def batch(self) -> AsyncIterator[None]:
         """Waits for the previous batch and for the engine's pause.
 
-        On cancellation the engine is resumed. The resume is never cancelled, or else the engine would stay paused.
+        On cancellation, the engine is resumed. The resume itself is never cancelled: the engine would stay paused.
         """
         async with self._lock:
             try:
@@ -322,7 +322,7 @@ class Rewards:
     """Computes rewards; trajectories that finish together share a request. Belongs to the controller's event loop."""
 
     reward_worker: RewardWorker  # has been started
-    drops: DropCounter  # counts the trajectories whose reward failed
+    drops: DropCounter  # counts trajectories with a failed reward
     tasks: Tasks  # ends the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
@@ -346,7 +346,7 @@ class Rewards:
         return is_kept
 
     def log_failed(self, error: RolloutError | RewardError, group_id: int, sample: int) -> None:
-        """Writes what a workflow recorded until it failed."""
+        """Writes what a workflow had recorded before it failed."""
         if self.failures is not None and (failed := getattr(error, "trajectory", None)) is not None:
             failed.group_id, failed.sample = group_id, sample
             self.failures.write(failed, error)
@@ -358,7 +358,7 @@ class Rewards:
     async def wait_for(self, groups: Sequence[Group], on_reward: Callable[[], None]) -> None:
         """Requests missing rewards of these groups, and waits until all rewards are set or one fails the run.
 
-        A trajectory whose reward failed is removed from its group. Calls `on_reward` for each trajectory. Raises
+        Removes trajectories with a failed reward from their groups. Calls `on_reward` for each trajectory. Raises
         RolloutError if too many rewards failed.
         """
         waiting: dict[int, asyncio.Future[bool]] = {}
@@ -396,7 +396,7 @@ class Rewards:
         self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
 
     def _send(self) -> None:
-        """Requests the rewards of all unsent trajectories together."""
+        """Requests the rewards of all unsent trajectories in one call."""
         unsent = [(trajectory, is_kept) for trajectory, is_kept in self._unsent if not is_kept.done()]
         self._unsent = []
         start_ns = time.perf_counter_ns()
@@ -414,7 +414,7 @@ class Rewards:
     def _on_result(
         self, trajectory: Trajectory, is_kept: asyncio.Future[bool], start_ns: int, result: asyncio.Future[RewardResult]
     ) -> None:
-        """Sets the reward, or drops a trajectory whose reward failed; any other error ends the run."""
+        """Sets the reward, or drops the trajectory if its reward failed; any other error ends the run."""
         if self._results.pop(is_kept, None) is None or result.cancelled() or is_kept.cancelled():
             is_kept.cancel()
             return
@@ -424,7 +424,7 @@ class Rewards:
             result.result().apply_to(trajectory)
             if lacking := sorted({*self.metrics} - trajectory.metrics.keys()):
                 problem = f"The reward of a trajectory of prompt {trajectory.prompt.id!r} lacks {lacking}; it has"
-                error = RewardError(f"{problem} {sorted(trajectory.metrics)}. Return them.", reason="invalid")
+                error = RewardError(f"{problem} {sorted(trajectory.metrics)}. Return all of them.", reason="invalid")
         if isinstance(error, RewardError | RolloutError):
             self.drops.drop_failed(error, trajectory.prompt)
             if self.failures is not None and isinstance(error, RewardError):

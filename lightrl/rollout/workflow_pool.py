@@ -5,9 +5,9 @@
               rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
 
 A trajectory's prompt and seeds are sent to the worker that runs the fewest trajectories, which sends the trajectory
-back. So results do not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Other
+back. The result does not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Other
 workers run its trajectories again from their seeds, with the current weights; the version at the group's start still
-bounds its staleness.
+bounds the staleness.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # time for a worker to import everything
 END_S = 5.0  # time for a worker to exit after its channel is closed
 BEAT_S = 1.0  # interval between messages to an idle worker
-MAX_DEATHS = 3  # a trajectory whose workers died this many times is not run again; it may be the cause
+MAX_DEATHS = 3  # if workers die this often while they run a trajectory, it may be the cause and is not run again
 _STACK_S = 0.5  # time for a hanging worker to print its stack
 _ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, unless it is an EngineError
 
 
 class _WorkerLostError(Exception):
-    """The worker exited before it answered."""
+    """The worker exited before it sent the answer."""
 
 
 _Results = asyncio.Queue[tuple[int, Any]]  # samples and their results, see `WorkflowPool.run_group`
@@ -65,9 +65,9 @@ class _Worker:
     answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request → answer
     # Key → the prompt, its running samples, and the queue of their results.
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
-    state: Any = None  # the state of its engine
+    state: Any = None  # the state of the worker's engine
     num_done: int = 0  # finished trajectories
-    silent_s: float = 0.0  # counted in beats, because after a suspended run a clock would be wrong
+    silent_s: float = 0.0  # counted in beats, because a clock would be wrong after the run was suspended
 
     def ask(self, key: int, kind: str, *values: object) -> asyncio.Future[Any]:
         answer = asyncio.get_running_loop().create_future()
@@ -80,8 +80,8 @@ class _Worker:
         return sum(len(samples) for _, samples, _ in self.runs.values())
 
     def on_result(self, key: int, sample: int | None, result: object) -> None:
-        """Puts a sample's trajectory or error in its run's queue; with sample None, the error is for all samples."""
-        if key not in self.runs:  # given up
+        """Puts a sample's trajectory or error in the run's queue; if sample is None, the error is for all samples."""
+        if key not in self.runs:  # the run was given up
             if isinstance(result, Trajectory):
                 self.workflow.clean_up(result)
             return
@@ -95,15 +95,15 @@ class _Worker:
 
 @dataclass(eq=False)
 class WorkflowPool:
-    """The workers of a controller, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
+    """A controller's workers, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
 
-    Raises ValueError if other processes cannot use this engine or workflow.
+    Raises ValueError if this engine or workflow cannot be used in other processes.
     """
 
     engine: RolloutEngine  # has been started
     workflow: Workflow  # copied to each worker
     num: int  # the number of workers
-    tasks: Tasks  # the controller's; ends the run if a worker cannot be started
+    tasks: Tasks  # the controller's tasks; the run ends if a worker cannot be started
     silent_s: float  # a worker that does not answer for this long counts as hanging
 
     def __post_init__(self) -> None:
@@ -126,9 +126,9 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation also stops it there.
+        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation stops it there too.
 
-        A sample whose workers died `MAX_DEATHS` times fails with a RolloutError.
+        If workers die `MAX_DEATHS` times while they run a sample, it fails with a RolloutError.
         """
         results: _Results = asyncio.Queue()
         num_deaths: Counter[int] = Counter()
@@ -164,8 +164,8 @@ class WorkflowPool:
                         await start([sample])
                         continue
                     result = RolloutError(
-                        f"{MAX_DEATHS} workflow workers died while they ran prompt {prompt.id!r}, which is not tried "
-                        "again. Their output, above, may show the cause."
+                        f"{MAX_DEATHS} workflow workers died while they ran prompt {prompt.id!r}, so it is not run "
+                        "again. The workers' output above may show the cause."
                     )
                 record("interaction", "generate", "generations", start_ns, session=f"{seed_name}/{sample}")
                 num_remaining -= 1
@@ -182,7 +182,7 @@ class WorkflowPool:
             worker.channel.send(None, "end group", seed_name)
 
     async def states_of_workers(self) -> list[State]:
-        """Returns what each worker has in flight while the engine is paused; omits a worker that dies meanwhile."""
+        """Returns what each worker has in flight while the engine is paused; omits workers that die during the call."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
         for state in states:
@@ -195,7 +195,7 @@ class WorkflowPool:
             await asyncio.wait(answers)
 
     def post(self) -> list[asyncio.Future[Any]]:
-        """Sends the leader's state to every worker; returns their acknowledgements."""
+        """Sends the leader's state to every worker; returns futures of their acknowledgements."""
         state = self._leader.state()
         answers = []
         for worker in self._workers:
@@ -212,8 +212,8 @@ class WorkflowPool:
         self._leader.on_follower_states([worker.state for worker in self._workers if worker.state is not None])
 
     async def _keep_running(self, name: str) -> None:
-        """Keeps a worker of this name running until cancelled."""
-        num_early_deaths = 0  # in a row, before a trajectory was done
+        """Keeps a worker with this name running until cancelled."""
+        num_early_deaths = 0  # number in a row before any trajectory was done
         while True:
             child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
@@ -225,7 +225,7 @@ class WorkflowPool:
             if num_early_deaths == MAX_DEATHS or not self._was_ready:
                 raise RolloutError(
                     f"The {name} ended with {ending} before it had finished a trajectory (deaths in a row: "
-                    f"{num_early_deaths}). Its output is above. Fix the cause, or set workflow_workers to 0."
+                    f"{num_early_deaths}). See its output above. Fix the cause, or set workflow_workers to 0."
                 )
             lost = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
             log.warning("The %s ended with %s. %s", name, ending, lost)
@@ -240,9 +240,9 @@ class WorkflowPool:
             try:
                 ready = await asyncio.wait_for(channel.receive(), START_S)
             except TimeoutError:
-                raise RolloutError(f"The {name} was not ready {START_S:g} s after its start.") from None
+                raise RolloutError(f"The {name} was not ready {START_S:g} s after it started.") from None
             except BadMessage as error:
-                raise RolloutError(f"The {name} sent an invalid message at its start: {error}.") from error
+                raise RolloutError(f"The {name} sent an invalid message when it started: {error}.") from error
             if ready is None:
                 return None
             undo.pop_all()
@@ -316,8 +316,8 @@ class WorkflowPool:
 
     def _end_hanging(self, worker: _Worker) -> None:
         log.warning(
-            "The %s (process %d) did not answer for loop_timeout_s=%g and is killed. A workflow or environment blocks "
-            "its event loop (or something stopped the process):",
+            "The %s (process %d) did not answer for loop_timeout_s=%g and will be killed. A workflow or environment "
+            "blocks its event loop, or the process was stopped. Its stack:",
             worker.name,
             worker.pid,
             self.silent_s,
@@ -346,8 +346,8 @@ def _check_copyable(workflow: Workflow, num: int) -> None:
         data = pickle.dumps((workflow, registered()))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"workflow_workers={num}: {name} cannot be pickled for other processes: {error}. Keep what cannot be "
-            "copied out of its attributes, or set workflow_workers to 0."
+            f"workflow_workers={num}: {name} cannot be pickled for other processes: {error}. Remove attributes that "
+            "cannot be copied, or set workflow_workers to 0."
         ) from error
     if b"__main__" in data:
         raise ValueError(

@@ -1,11 +1,11 @@
-"""A workflow worker: a process of workflow_pool.py in which workflows run, with an engine that follows rank 0's.
+"""A workflow worker: a process that runs workflows for workflow_pool.py, with an engine that follows rank 0's.
 
     pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
                      (key, "follow", state of the servers), (key, "state")
     worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
-                     bytes) or (key, sample, error), (key, answer or exception), and (None, a report of a server)
+                     bytes) or (key, sample, error), (key, answer or exception), and (None, a report on a server)
 
-It exits when the pool closes the channel. If the pool's process dies, a guard kills the worker and all its children.
+It exits when the pool closes the channel. If the pool's process dies, a guard kills the worker and its descendants.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class WorkflowWorker:
         await asyncio.wait(ending, timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts samples of a group; `started` is what a checkpoint contains for them, or None in validation."""
+        """Starts samples of a group; `started` is what a checkpoint contains for these, or None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

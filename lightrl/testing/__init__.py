@@ -1,6 +1,6 @@
-"""Helpers for tests of your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
+"""Helpers to test your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
-`tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has the settings of a silent trainer.
+`tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has settings for a silent trainer.
 `lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use them. This package may import
 everything up to engines; nothing in lightrl imports it.
 """
@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn; `fields` are the prompt's; `versions` lists one per completion token (or 0)."""
+    """Makes a trajectory of one turn. `fields` are the prompt's; `versions` has one per completion token (or is 0)."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),

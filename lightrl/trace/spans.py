@@ -1,7 +1,7 @@
-"""Spans: `span` measures a block, and records it while a trace is open; the memory of this process and its host.
+"""Spans: `span` measures a block, and records it while a trace is open. Also measures memory of process and host.
 
-A span reads the clock twice and, with a trace, appends an event. That takes less than a microsecond. It may contain an
-`await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
+A span reads the clock twice and, with a trace, appends an event. That takes less than a microsecond. A span may contain
+an `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tape:
         self.is_recording = True
 
     def take(self) -> list[Event]:
-        events = self.events[:]  # another thread may append meanwhile
+        events = self.events[:]  # other threads may append while this runs
         del self.events[: len(events)]
         return events
 
@@ -61,7 +61,7 @@ class span:
 
     Args:
         name, category: name and category of the event.
-        track: the event's row in the viewer; if empty, the thread's. Overlapping blocks need separate tracks.
+        track: the event's row in the viewer; if empty, the thread's row. Overlapping blocks need separate tracks.
         args: shown with the event; the block may add more to `measured.args`.
     """
 
@@ -93,7 +93,7 @@ class span:
 
 
 def thread_track() -> str:
-    """Returns the track of this thread; the main thread's is `trainer`."""
+    """Returns the track of this thread, `trainer` for the main thread."""
     thread = threading.current_thread()
     return "trainer" if thread is threading.main_thread() else thread.name
 
@@ -103,7 +103,7 @@ def in_microbatch_spans(
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
     """Wraps `loss` and `backward` to record an event per forward and backward; without a trace, returns them unchanged.
 
-    A forward lasts from the thread's last backward to the loss. On a GPU these times are the host's, which only
+    A forward lasts from the thread's last backward to the loss. On a GPU, these are times of the host, which only
     launches the work.
     """
     if _tape is None or not _tape.is_recording:
@@ -126,7 +126,7 @@ def in_microbatch_spans(
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Returns the trace files of all processes; a process's `.before` file comes before its other file."""
+    """Returns the trace files of all processes; the `.before` file of a process comes before its other file."""
     return sorted(folder.glob("rank-*.json"), key=lambda path: (path.name[:10], "before" not in path.name))
 
 
