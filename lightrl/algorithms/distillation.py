@@ -219,8 +219,8 @@ class Distillation(GRPO):
             num = len(prompt) + len(item.token_ids) - OtherPrompts.start_of(item)
             if prompt and longest is not None and num > longest:
                 raise ValueError(
-                    f"teacher_prompt of prompt {item.prompt.id!r} has {len(prompt)} tokens; with the policy's tokens "
-                    f"these are {num}, but the {role}'s context is {longest}. Shorten it, or lower max_new_tokens."
+                    f"teacher_prompt of prompt {item.prompt.id!r} has {len(prompt)} tokens, {num} with the policy's, "
+                    f"but the {role}'s context is {longest}. Shorten it, or lower max_new_tokens."
                 )
             prompts.append(prompt)
         return prompts

@@ -184,9 +184,7 @@ def test_a_prompt_that_does_not_fit_or_fails_names_its_row() -> None:
     assert module.prompts_of("policy", rows) == [[5, 5, 5, 5]]
     assert [call.inputs for call in module.model_calls()] == [("token_ids", "rewards")]
     assert make(teacher_prompt=lambda trajectory: None).prompts_of("teacher", rows) == [[]]
-    with pytest.raises(
-        ValueError, match="'prompt-0' has 9999 tokens, which with the policy's make 10001, but the policy's"
-    ):
+    with pytest.raises(ValueError, match="'prompt-0' has 9999 tokens, 10001 with the policy's, but the policy's"):
         make(teacher=None, teacher_prompt=lambda trajectory: [5] * 9999).prompts_of("policy", rows)
     with pytest.raises(TrainingError, match="teacher_prompt on prompt 'prompt-0' raised KeyError"):
         make(teacher_prompt=fails).prompts_of("teacher", rows)

@@ -114,7 +114,7 @@ def test_normalized_values_are_taken_back_before_and_returns_normalized_after() 
         ({"huber_delta": -1}, "huber_delta must be a finite number above 0, got -1"),
         (
             {"policy": Role(tiny_spec(), lora=LoRA(rank=2)), "reference": replace(KL, decay=0.9)},
-            "reference.decay=0.9 moves the reference towards all of the policy's weights, but lora trains none",
+            "reference.decay=0.9 moves the reference towards the policy's weights, but lora does not train",
         ),
     ],
     ids=lambda value: str(value)[:20],
