@@ -219,7 +219,7 @@ class Experience:
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
 
     def units(self, unit: LossUnit) -> list[list[int]]:
-        """Returns the rows of each unit that a loss needs complete; units are ordered by their first rows.
+        """Returns the rows of each unit (trajectory, group or pair), which a loss reads together, ordered by first row.
 
         A group is all rows with the same group id; a pair is two consecutive rows of a group.
 
