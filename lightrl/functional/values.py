@@ -111,7 +111,7 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError("scaling of reward_shaping must not be 0, or every reward would be 0. Use 1 for no scaling.")
+            raise ValueError("scaling of reward_shaping must not be 0, or all rewards would be 0. 1 means no scaling.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
 
