@@ -209,7 +209,7 @@ class Attachments:
 
     @classmethod
     def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
-        """Returns a function of token ids and Attached that makes a prompt's attachments, if any; can be pickled."""
+        """Returns a picklable function that maps token ids and Attached to Attachments, or None without images."""
         return functools.partial(_attachments_of, ImageReader.of(config))
 
     @classmethod
@@ -402,7 +402,7 @@ def image_inputs(
         images = ImageTable(values, torch.tensor([[1, size, size]]), images.image_rows)
     grids = {"image_grid_thw": to_device(images.image_grids, device)} if kind == "grid" else {}
     tower = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
-    # Each image's features: those of its tokens, and in some models those that a decoder layer adds to its output.
+    # Each image's features: for its tokens, and in some models also for decoder layers to add to their outputs.
     levels = [list(tower.pooler_output), *map(list, getattr(tower, "deepstack_features", None) or ())]
     if is_blank:
         return {"inputs_embeds": pick(embeddings + 0 * sum(level[0].sum() for level in levels))}

@@ -42,8 +42,8 @@ _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.modeling_\w+\.\w+")
 
 HEAD_STAYS_BEHIND = (
-    "The export omits the critic's head on the policy's body, so a run that starts from it begins with a new head. A "
-    "resume from the checkpoint keeps the head, and role critic exports body and head as a separate model."
+    "The export omits the critic's head on the policy's body, so a run that starts from it begins with a new head. "
+    "Resuming from the checkpoint keeps the head. To export body and head as a separate model, use role critic."
 )
 
 
@@ -136,7 +136,7 @@ class ModelDescription:
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
             tuning.save(tensors, config, folder)
-            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # this needs no other code
+            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # checking any other class would run its code
                 tuning.check_saved(self._without_weights(), folder)
         else:
             model = self.build(tensors)
@@ -144,7 +144,7 @@ class ModelDescription:
             save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """Builds the model with these weights, without copying them; merges what the tuning added into the base.
+        """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
 
         Args:
             tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.
@@ -311,7 +311,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
     Args:
         checkpoint: has `state_dict`, where names begin with the role's name.
         models: all models of the module.
-        saved: the roles whose weights stay: all of them, or only the trained ones if the tuning keeps the base.
+        saved: the roles to keep: all their weights, or only the trained ones if the tuning keeps the base.
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():

@@ -53,7 +53,7 @@ def parameter_groups(
 
 
 def adamw(module: torch.nn.Module, parameters: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:
-    fused = not own_parameters(module)  # unlike the models, these are not sharded
+    fused = not own_parameters(module)  # own parameters are not sharded, unlike models
     optimizer = torch.optim.AdamW(parameters, fused=fused, **settings)
     optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
     return optimizer

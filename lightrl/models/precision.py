@@ -19,7 +19,7 @@ def computing_dtype(precision: str, weights: torch.dtype) -> torch.dtype:
 
 
 def keep_float32(module: torch.nn.Module) -> None:
-    """Converts a module to float32 and keeps it in float32 when its model is rounded, for example by `bf16-true`.
+    """Converts a module to float32 and keeps it in float32 when its model is converted, for example by `bf16-true`.
 
     Use it for weights whose updates are too small for bfloat16: adapters, heads and averages.
     """

@@ -178,7 +178,7 @@ class _Forward:
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
 
 
-# The forward that is running in this thread; it says what the blocks record or replay.
+# The routes that the forward running in this thread records or replays.
 _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
 
 
