@@ -101,7 +101,7 @@ def check_centering(
         check_effect("with unbounded importance weights", score_centering=(True, False))
     if not weighs_tokens or (weights is not None and (weights.level, weights.aggregation) != ("token", None)):
         raise ValueError(
-            f"score_centering needs a weight that depends only on each token's ratio, which {algorithm} with these "
+            f"score_centering needs a weight that depends on each token's ratio alone, which {algorithm} with these "
             "settings does not have. Use GRPO with ratio_level and decoupled.level 'token', or remove score_centering."
         )
 
