@@ -54,7 +54,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
-    """Creates this rank's marker file; returns False if rank 0's is not visible or the folder is not writable."""
+    """Creates this rank's marker file; returns False if rank 0's file is not visible or the folder is not writable."""
     if not _appeared([folder / mark]):
         return False
     try:
