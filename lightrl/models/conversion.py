@@ -1,6 +1,6 @@
 """Converts parameter names and layouts between checkpoints or servers and a model's modules, in both directions.
 
-transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Its
+transformers fuses the experts of a MoE block into one parameter and renames parts of models with a vision tower. Its
 semi-private functions convert in both directions; SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
@@ -146,7 +146,7 @@ def load_parts(
         is_whole: False if the model is only a stage of the checkpoint's model.
 
     Raises:
-        ValueError: if a weight is missing, has a different shape than the config says, is not finite, or differs from
+        ValueError: if a weight is missing, has a different shape than in the config, is not finite, or differs from
             the weight that it is tied to.
     """
     from safetensors import safe_open

@@ -1,4 +1,4 @@
-"""Expert parallelism: divides a mixture's experts over ranks and sends each token to the ranks of its experts.
+"""Expert parallelism: divides a MoE model's experts over ranks and sends each token to the ranks of its experts.
 
     ep 2, 4 experts       rank 0                             rank 1
     a MoE block           router, experts 0 and 1            router, experts 2 and 3

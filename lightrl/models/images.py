@@ -5,7 +5,7 @@
 
 An image takes K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number
 for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
-those of the row's images; they count as text and have text positions.
+the tokens of the row's images. They count as text and have text positions.
 
 Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
 """
@@ -47,7 +47,7 @@ SUPPORTED = (
     f"models of type {', '.join(_GRIDS)}, gemma3, or llava with a vision tower of type clip_vision_model or "
     "siglip_vision_model"
 )
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # no EPS, because reading it would run Ghostscript
 _CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
 
 
@@ -137,7 +137,7 @@ class ImageReader:
         return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
     def counts(self, images: Sequence[str]) -> list[int]:
-        """Returns each image's K, computed from its size without decoding it."""
+        """Returns each image's K, computed from the image's size without decoding the image."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         processor: Any = self.processor

@@ -59,7 +59,7 @@ class LoRA(Tuning):
         rank: inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` excludes the output head, the routers
-            and experts of a mixture, layers whose weights Mamba's kernels read directly, and the image tower of models
+            and experts of MoE blocks, layers whose weights Mamba's kernels read directly, and the image tower of models
             other than Llava.
         target_parameters: names of other parameters that get adapters, for example the fused experts
             `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, which get a pair A, B for each expert.
@@ -149,7 +149,7 @@ class LoRA(Tuning):
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _name_for_peft(self, model: PreTrainedModel) -> None:
-        """Renames linear layers in the model's peft config that peft would mistake for a mixture's fused experts.
+        """Renames linear layers in the model's peft config that peft would mistake for fused experts.
 
         peft treats every target that ends with a name such as `gate_proj` as experts that transformers 5 fuses. If the
         layer's weight is listed as a target parameter instead, peft makes the same adapter.
@@ -158,7 +158,7 @@ class LoRA(Tuning):
         adapted = {name.partition(".lora_A.")[0] for name in self.sources(model, "added") if ".lora_A." in name}
         linear = {name for name in adapted if not hasattr(model.get_submodule(name), "parameter_name")}
         endings = {name.rpartition(".")[2] for name in linear}
-        taken_endings = {ending for ending in endings if _is_taken_for_experts(ending, config, model)}
+        taken_endings = {ending for ending in endings if _is_mistaken_for_experts(ending, config, model)}
         taken = {name for name in linear if name.rpartition(".")[2] in taken_endings}
         if taken:
             config.target_modules = linear - taken
@@ -233,7 +233,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function for the values in the folder `adapter`. New adapters have B = 0, and A like a new layer.
+        """Returns a function for the values in the folder `adapter`. In new adapters, B is 0 and A as in a new layer.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -376,7 +376,7 @@ class LoRA(Tuning):
             problem = str(error).splitlines()[-1].strip()
         if problem:
             raise ValueError(
-                f"peft {version('peft')} would read these adapters as another model: {problem}. Export the whole model "
+                f"peft {version('peft')} would load these adapters as another model: {problem}. Export the whole model "
                 "instead, with merged: true or lightrl export --merged."
             )
 
@@ -395,7 +395,7 @@ def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:
         config.target_parameters = sorted(set(config.target_parameters) - taken)
 
 
-def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
+def _is_mistaken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
     """Whether peft replaces this target with fused experts when it loads adapters."""
     conversion = _conversion_of_peft()
     if conversion is None:
@@ -404,7 +404,7 @@ def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> b
     alone.target_modules, alone.target_parameters = {target}, None
     try:
         conversion.convert_peft_config_for_transformers(alone, model, None)
-    except ValueError:  # peft cannot replace it without others
+    except ValueError:  # peft cannot replace this target alone
         return True
     return bool(alone.target_modules != {target})
 

@@ -119,7 +119,7 @@ class ModelDescription:
         """Returns the tensors that `save` needs for a critic on another role's body.
 
         Args:
-            body: that role's weights; its own head is left out.
+            body: the other role's weights; that role's own head is left out.
             weight: the critic's head, [1, hidden size].
         """
         prefix = f"{self._model_class().base_model_prefix}."
@@ -340,7 +340,7 @@ def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescripti
     """Parses `checkpoint["models"]`, which maps roles to the fields of their descriptions; returns {} if there is none.
 
     Raises:
-        ValueError: if the fields of a description, or of its base's ModelSpec, differ from those of this release.
+        ValueError: if the fields of a description, or of its base's ModelSpec, differ from this release's.
     """
     for role, values in (saved or {}).items():
         base = json.loads(values.get("base") or "{}")

@@ -103,7 +103,7 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ValueError(
-                f"{source} has output_router_logits=true, which requests a mixture's load-balancing loss, but no "
+                f"{source} has output_router_logits=true, which requests the MoE load-balancing loss, but no "
                 "algorithm adds that loss yet. Set it to false in the model's config."
             )
         if getattr(part, "return_dict", True) is False:

@@ -1,4 +1,4 @@
-"""ParallelModel, the operations of a strategy on a role's model, and Outputs, their results."""
+"""ParallelModel, the operations of a strategy on a role's model, and Outputs, the results."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ParallelModel(Protocol):
     """One model under one strategy, on any number of processes."""
 
     def shares_prefixes(self, experience: Experience) -> bool:
-        """Whether the model computes prefixes that rows of this microbatch share only once."""
+        """Whether the model computes a prefix that several rows of this microbatch share once, not once per row."""
         ...
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:

@@ -82,7 +82,7 @@ class RouteLayout:
         """
         ids = experts[:, self.layers]
         if ids.max(initial=0) >= self.num_experts:
-            raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
+            raise ValueError(f"expert {ids.max()}, but the model has {self.num_experts} experts")
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
     def encode_sent(self, experts: np.ndarray[Any, np.dtype[Any]], num_tokens: int) -> TokenArray[int]:

@@ -34,7 +34,7 @@ class Tuning:
     config_file: ClassVar[str] = "config.json"  # marks folders that `save` has written
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes untrained weights and adds new ones, initialized from the seed; without values on meta devices."""
+        """Freezes untrained weights and adds new ones, initialized from the seed (not on the meta device)."""
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
@@ -64,7 +64,7 @@ class Tuning:
 
     def base_only(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Inside this context, the model computes what its base would, without a copy of the base."""
-        raise ValueError("Training changes all weights of this model, so it cannot compute as it did at the start.")
+        raise ValueError("Training changes all weights of this model, so the initial model is no longer available.")
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
         """Maps each exported Hugging Face name to the names of the `held_tensors` that `merge` combines."""
