@@ -54,7 +54,7 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     # Prefer lightrl's strategies, because only they can train an RLModule.
     best = next((name for name in similar if names[name] in ours), similar[0] if similar else None)
     hint = f" Did you mean {names[best]}?" if best else ""
-    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{hint}")
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or a Lightning strategy like auto.{hint}")
 
 
 def parallel_model(

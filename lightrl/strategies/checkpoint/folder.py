@@ -176,7 +176,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Reads all of a checkpoint by any number of processes into this one. Keys optimizer states by parameter name."""
+    """Reads a whole checkpoint, saved by any number of processes. Keys optimizer states by parameter name."""
     checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()

@@ -109,7 +109,7 @@ def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, p
                 os.fsync(file.fileno())
             publish(part, target)
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            _discard(part)  # first, so that its space counts as free
+            _discard(part)  # first, so that the part's space counts as free
             raise write_error(error, target, "write permission", num_bytes) from cause_to_show(error)
         finally:
             _discard(part)

@@ -93,7 +93,7 @@ def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
 
 
 def _without_advice(error: BaseException) -> BaseException:
-    """Returns the error without torch's advice on reading a file that contains code anyway."""
+    """Returns the error without torch's advice on how to read files that contain code."""
     if not isinstance(error, pickle.UnpicklingError):
         return error
     code = re.search(r"GLOBAL (\S+)", str(error))

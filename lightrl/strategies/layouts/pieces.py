@@ -52,7 +52,7 @@ class _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
         Args:
-            shares_prefixes: count a prefix that rows of a piece share once, and keep such rows together.
+            shares_prefixes: count a shared prefix of a piece's rows once, and keep such rows together.
         """
         rows, join = branch_rows(whole)
         if shares_prefixes:

@@ -119,7 +119,7 @@ class Feed:
 
 
 class Stage(nn.Module):
-    """Runs consecutive layers of a model, in the model's body with identities in place of other stages' layers.
+    """Runs consecutive layers of a model: the model's body, with identities in place of other stages' layers.
 
     The stage and the model share their modules, so the model keeps its parameter names.
 

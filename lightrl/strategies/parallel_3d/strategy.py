@@ -295,7 +295,7 @@ class Parallel3DModel:
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         """Computes the same gradients as one process. Calls `backward` on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before the call. Afterwards they are averaged over dp, complete over pp and tp.
+        Gradients must be None or zero before; afterwards they are averaged over dp, and complete over pp and tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]

@@ -125,7 +125,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers every rank's plain JSON on rank 0, in rank order. Raises RuntimeError if ranks miss `timeout_s`."""
+        """Gathers plain JSON on rank 0, in rank order. Raises RuntimeError naming the ranks that miss `timeout_s`."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Suspends the watch's timeout inside the context, for work with its own; with `is_on=False`, applies it."""
+        """Inside the context, suspends the watch's timeout, because the work has its own; `is_on=False` applies it."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 

@@ -115,7 +115,7 @@ class TokenRows:
         return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
-        """Uses this field as a mask: returns each row's number in `values` [B] where it is True, and 0 elsewhere."""
+        """Uses this field as a mask: returns each row's number in `values` [B] where the mask is True, else 0."""
         numbers = values.numpy()
         zero = numbers.dtype.type(0)
         pairs = zip(self.rows, numbers, strict=True)
@@ -338,7 +338,7 @@ class ShardedExperience:
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
-        """Returns one row of two tokens, neither a loss token, for a rank without rows that must run a forward."""
+        """Returns one row of two tokens and no loss tokens, for a rank without rows that must run a forward."""
         rows = {  # without entries of tables, which `dense` then omits
             name: value.new_full((1, *value.shape[1:]), -1 if is_index(name) else 0)
             for name, value in self.rows.items()
