@@ -37,7 +37,7 @@ class Attached(TypedDict, total=False):
     `token_ids` contains the placeholder tokens.
     """
 
-    images: tuple[str, ...]  # paths or data: URLs: those of the prompt, then those of observations
+    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then those of observations
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, 0 before the prompt is rendered. A subclass with completions adds the longest one."""
+        """Number of tokens, 0 before rendering. A subclass with completions adds the longest completion."""
         return len(self.token_ids or [])
 
     @property

@@ -17,7 +17,7 @@ def turn_columns(token_ids: Sequence[int], turns: Iterable[tuple[int, int]], num
     """Makes both columns of a trajectory's first `num_tokens` tokens.
 
     Args:
-        token_ids: all tokens, the first `num_tokens` of which count.
+        token_ids: all token ids; only the first `num_tokens` are used.
         turns: start and end of each turn's completion, in order.
     """
     indices: list[tuple[float, int]] = []

@@ -39,9 +39,9 @@ class ChunkBuffers:
         return torch.empty_like(self._first)
 
     def first(self, logits: Tensor) -> Tensor:
-        """Returns a tensor for results from these logits, which is `logits` itself if they have its dtype."""
+        """Returns a tensor for results computed from these logits: `logits` itself if the dtypes match."""
         return logits if self._logits is self._first else self._first[: logits.shape[0]]
 
     def second(self, logits: Tensor) -> Tensor:
-        """Returns another tensor for results from these logits."""
+        """Returns another tensor for results computed from these logits."""
         return self._second[: logits.shape[0]]
