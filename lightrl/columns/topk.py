@@ -49,11 +49,11 @@ def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dic
 
 
 def topk_parts(ids: Any, logprobs: Any, widths: Sequence[int]) -> list[dict[str, bytes]]:
-    """Returns both columns' values of one token in each of n rows, as bytes.
+    """Returns each row's ids and logprobs at one position as bytes, by column name; {} for a row of width 0.
 
     Args:
         ids, logprobs: tensors [n, K], the most likely first.
-        widths: the number of tokens that each row asks for; {} for a row that asks for none.
+        widths: the number of tokens that each row asks for, [n].
     """
     import numpy as np
 
