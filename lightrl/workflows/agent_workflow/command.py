@@ -208,7 +208,7 @@ class AgentCommand:
         matches_nothing = "(?!)"
         pattern = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or matches_nothing)
         if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
-            # Only the end of the output is here. It may start with the rest of a secret, at most as long as the longest.
+            # Only the end of the output is here. It may start within a secret, at most as long as the longest.
             longest = max(map(len, map(os.fsencode, secret_names)), default=0)
             ends = [match.end() for match in pattern.finditer(text) if match.start() < longest]
             text = text[max([longest, *ends]) :]
