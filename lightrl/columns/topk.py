@@ -49,11 +49,11 @@ def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dic
 
 
 def topk_parts(ids: Any, logprobs: Any, widths: Sequence[int]) -> list[dict[str, bytes]]:
-    """Returns one token's values in both columns for each of n rows, as bytes keyed by column name.
+    """Returns each row's ids and logprobs at one position as bytes, by column name; {} for a row of width 0.
 
     Args:
         ids, logprobs: tensors [n, K], the most likely first.
-        widths: the number of top tokens for each row; a row with 0 gets {}.
+        widths: the number of tokens that each row asks for, [n].
     """
     import numpy as np
 

@@ -57,7 +57,7 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
 
 
 def chat_of_text(value: object, where: str) -> object:
-    """Parses a chat in JSON text; returns other values unchanged. Raises ValueError for a chat printed by Python."""
+    """Parses a chat stored as JSON text; returns other values unchanged. Raises ValueError for Python's notation."""
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
     parsed = _json_of(value)
@@ -151,7 +151,7 @@ def _check_message(message: object, where: str) -> JsonObject:
     if "from" in message and "role" not in message:  # ShareGPT
         if message["from"] not in _SHAREGPT:
             raise ValueError(
-                f"{where} must be from one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
+                f"{where}: 'from' must be one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
             )
         fields = _without(message, "from", "value")
         message = {**fields, "role": _SHAREGPT[message["from"]], "content": message.get("value")}
@@ -320,7 +320,7 @@ class ChatRenderer:
             added = list(group)
             if is_turn and is_plain:
                 if any(turn.get("tool_calls") for turn in added):
-                    raise ValueError(f"tool_calls need a chat template, but there is none, got {added!r:.200}.")
+                    raise ValueError(f"tool_calls need a chat template and a prompt of messages, got {added!r:.200}.")
                 self.unread.update(name for turn in added for name in _THINKING if turn.get(name))
                 new_ids = [*self.template.encode(plain_text(added)), end]
             elif is_turn:

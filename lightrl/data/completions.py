@@ -100,7 +100,7 @@ class ReadAhead(Generic[Item]):
 
     def _begin(self, number: int) -> None:
         if not self.wait(READ_TIMEOUT_S):  # two threads at once would count a window's rows twice
-            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The data's disk may hang.")
+            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The disk with the data may hang.")
         self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 
@@ -396,7 +396,7 @@ class ChatBatch(NamedTuple):
         return ChatBatch(self.token_ids[rank::size, :width], mask[:, :width], images=images)
 
     def experience(self) -> Experience:
-        """Returns the chats, cut after their last loss tokens, as an Experience in which each is a group."""
+        """Returns the chats, each cut after its last loss token, as an Experience in which each chat is a group."""
         columns = torch.arange(1, self.token_ids.shape[1] + 1, device=self.token_ids.device)
         lengths = (self.loss_mask * columns).amax(1)
         experience = _experience(self.token_ids, self.loss_mask, lengths, group_size=1)

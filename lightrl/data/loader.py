@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def prompt_source(
     trainer: Any, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None, seed: int
 ) -> PromptStream:
-    """Returns the stream of a fit's prompts; with `overfit_batches`, the stream repeats the first prompts.
+    """Returns the stream of prompts for a fit; with `overfit_batches`, the stream repeats the first prompts.
 
     `seed` determines the order if a user's loader shuffles. Raises ValueError as `wrap_train_loader` does.
     """
@@ -46,7 +46,7 @@ def prompts_of(
     """Returns the prompts of a validation, test or predict batch; renders rows of a user's loader.
 
     Args:
-        batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate makes it.
+        batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate returns it.
         name: prefix for the ids of prompts without an id.
     """
     items: Sequence[Any] = batch

@@ -84,8 +84,8 @@ class PromptDataModule(L.LightningDataModule):
 
     A prompt is made when its turn comes; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
     all checked at the start. If there are more, only the first 1,000 train rows and 256 others are checked, so that the
-    start takes seconds. A bad row is an error that names it, also later in the run, unless `bad_rows` drops it. Rows
-    dropped at the start are counted in the log, later ones in `rollout/skipped_prompts`.
+    start takes seconds. A bad row raises an error that names it, even later in the run, unless `bad_rows` drops it.
+    Rows dropped at the start are counted in the log, later ones in `rollout/skipped_prompts`.
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
     name may be a pattern, and the number of rows need not be known. The Trainer then needs `max_steps`, or
@@ -94,21 +94,21 @@ class PromptDataModule(L.LightningDataModule):
     Args:
         train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
             makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
-            None is only for a subclass that overrides `make_prompts`, or if nothing is trained.
+            Use None only in a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
         batch_size: prompts per iteration, which is also groups per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         bad_rows: what to do with a row that is invalid JSON or gives no prompt: raise an `error`, or `drop` it.
         max_bad_fraction: with `bad_rows: drop`, the largest fraction of a split's rows, 0 to 1, that may be bad.
-        prompt_column: has the prompt's text, or a list of chat messages. Any column may be a dotted path, like
+        prompt_column: contains the prompt as text or a list of chat messages. Any column may be a dotted path, like
             `reward_model.ground_truth`.
         image_column: an image, a list of images or None, for a policy that reads images: paths (relative to the data
             file's folder), data: URLs, or images from `datasets`. Image parts of chat messages can name them instead.
-        answer_column: a column that the reward needs, so that every row must have it; None requires no column.
+        answer_column: a column that the reward needs, so every row must have it; None requires no column.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
-        chat_template: a Jinja file or the template itself; replaces the tokenizer's for the whole run and in the
+        chat_template: a Jinja file or the template itself; replaces the tokenizer's template in the whole run and the
             exported model.
         chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
             same name takes precedence. A column `tools` is passed to the template as JSON schemas.
@@ -368,7 +368,7 @@ class PromptDataModule(L.LightningDataModule):
         checked = prompts.check()
         num_rows, num_bad = len(prompts), prompts.bad.num_bad if prompts.bad is not None else 0
         if num_bad:
-            logger.warning("Dropped %d bad of %d %s rows.", num_bad, num_rows, split)
+            logger.warning("Dropped %d bad rows out of %d %s rows.", num_bad, num_rows, split)
         if self._num_filtered:
             names = ", ".join(repr(source.source) for source in self.sources[split])
             logger.warning("row_filter dropped %d of %d rows of %s.", self._num_filtered, num_rows, names)
@@ -466,7 +466,7 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """Describes the lengths for which prompts are dropped, for messages; empty if there are none."""
+        """Describes, for messages, the lengths at which prompts are dropped; empty if there are none."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:
@@ -485,7 +485,7 @@ def _warn_about_repeats(train: CheckedRows | None, validation: CheckedRows | Non
         return
     num, contents = len(train.contents), set(train.contents)
     if len(contents) < num:
-        logger.warning("%d of %d train prompts are repetitions.", num - len(contents), num)
+        logger.warning("%d of %d train prompts are duplicates.", num - len(contents), num)
     num_shared = sum(content in contents for content in validation.contents)
     if num_shared:
         logger.warning(

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Row: TypeAlias = JsonObject
-NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row, or what is wrong with it, after its name for messages
+NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row's name for messages, and the row or its error
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 
@@ -116,7 +116,7 @@ def check_source(source: DataSource) -> None:
     if not path.exists() and function_of_rows(source.source) is not None:
         kind, allowed = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, allowed = "a file: only functions take arguments, and only hub datasets a name", []
+        kind, allowed = "a file: only functions take arguments, and only hub datasets have a name", []
     for name in ("name", "split", "arguments"):
         if name not in allowed and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
@@ -203,7 +203,7 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     suffix = file_suffix(path)
     if suffix == ".jsonl":
         content = _map_file(path)
-        starts, skipped = array("Q"), array("Q")  # 8 bytes for each row; for each blank line, the rows before it
+        starts, skipped = array("Q"), array("Q")  # each row's offset; for each blank line, the number of rows before it
         for number, start in islice(_line_starts(content, path), max_rows):
             skipped.extend([len(starts)] * (number - 1 - len(starts) - len(skipped)))
             starts.append(start)
@@ -247,7 +247,7 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
 
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[dict[str, str]]:
-    """Yields names, and rows or errors as JSON. `datasets` caches them by these arguments; `version` is the file's."""
+    """Yields names, and rows or errors as JSON. `datasets` caches them by the arguments; `version` is the file's."""
     for name, row in islice(read_csv(path), max_rows):
         yield {"name": name, "row": json.dumps(row if isinstance(row, dict) else str(row))}
 
@@ -285,7 +285,7 @@ def json_able(row: Row) -> Row:
 
 
 def without_padding(value: Any, *, is_listed: bool = False) -> Any:
-    """Removes the null values that Arrow adds to the dicts of a list, such as messages, so that all have equal keys."""
+    """Removes the null values that Arrow adds so that all dicts of a list, such as messages, have the same keys."""
     if isinstance(value, list):
         return [without_padding(item, is_listed=True) for item in value]
     if not isinstance(value, dict):
@@ -400,9 +400,9 @@ def read_json(path: Path) -> Iterator[NamedRow]:
 
 
 def read_csv(path: Path) -> Iterator[NamedRow]:
-    """Yields the rows of a .csv file, and a ValueError for each that does not have the first line's columns.
+    """Yields the rows of a .csv file, and a ValueError for each row with more or fewer columns than the first line.
 
-    Raises ValueError if two columns have the same name, or at invalid CSV, after which no row can be read.
+    Raises ValueError if two columns have the same name, or for invalid CSV, after which no row can be read.
     """
     csv.field_size_limit(_LONGEST_FIELD)
     reader = csv.DictReader(io.StringIO(_text(path), newline=""), strict=True)
@@ -415,7 +415,7 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
             values = [value for value in (*row.values(), *extra) if value is not None]
             name = f"Line {reader.line_num - sum(len(_BREAK.findall(value)) for value in values)} of '{path}'"
             num = count_text(len(values), "column")
-            wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with a comma or line break."
+            wrong = f"{name} has {num}, but the first line has {len(names)}. Quote values with commas or line breaks."
             yield name, dict(row) if len(values) == len(names) else ValueError(wrong)
     except csv.Error as error:
         raise ValueError(f"Line {reader.line_num + 1} of '{path}' is not valid CSV: {error}. Close quotes.") from error

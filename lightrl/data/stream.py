@@ -142,9 +142,9 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 @dataclass
 class BadRows:
-    """Drops a split's bad rows as long as they are few: at most a fraction of its rows, or of 1,000 if that is unknown.
+    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 if their number is unknown.
 
-    The rows that a run reads again in later epochs count again, as do the bad ones among them.
+    Rows that are read again in later epochs count again, good or bad.
     """
 
     num_rows: int | None

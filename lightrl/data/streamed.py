@@ -53,7 +53,7 @@ class StreamedRow(NamedTuple):
     item: object  # unchanged from the source
     shard: int
     place: int  # index in the shard, from 0
-    name: str = ""  # in messages, from a reader of text files
+    name: str = ""  # name for messages, from a reader of text files
 
 
 @dataclass(eq=False)

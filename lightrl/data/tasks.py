@@ -1,4 +1,4 @@
-"""Task: what one source of the data sets for its prompts; Tasks: those of a data module, by the source's label.
+"""Task: the settings for the prompts of one data source; Tasks: a data module's tasks, by the source's label.
 
     train:                                        # in YAML
       - {source: math.parquet, label: math, task: {reward: lightrl.rewards.math_answer, group_size: 16}}
@@ -8,7 +8,7 @@
           workflow: {class_path: MultiTurn, init_args: {environment: my_project.games.GuessNumber}}
           reward: lightrl.rewards.environment_reward
 
-`Prompt.source` is the label. It routes a prompt to the workflow and a trajectory to the reward of its source.
+`Prompt.source` is the label. It selects the workflow that runs a prompt, and the reward function of its trajectories.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Task:
 
     Args:
         workflow: as the module's `workflow`: the source's turns, environment, tools or agent.
-        reward: as the module's `reward`; it gets worker processes of its own.
+        reward: as the module's `reward`; it gets its own worker processes.
         group_size: G, trajectories per prompt. The advantages of a group do not depend on the other groups' sizes, but
-            with `loss_reduction: sequence` a prompt weighs as much as it has trajectories.
+            with `loss_reduction: sequence`, a prompt's weight is its number of trajectories.
         max_new_tokens: token limit of a completion, at most the module's `sampling.max_new_tokens`.
     """
 
@@ -112,7 +112,7 @@ class Tasks(dict[str, Task]):
 
 
 def by_source(groups: Iterable[Group]) -> dict[str, list[Group]]:
-    """Returns the groups of each labeled data source, by the suffix of its metrics, for example `/math`."""
+    """Returns the groups of each labeled data source, keyed by the suffix of its metrics, for example `/math`."""
     parts: dict[str, list[Group]] = {}
     for group in groups:
         if group.prompt.source is not None:
@@ -196,7 +196,7 @@ class TaskRewards:
 
 
 def _name(setting: object) -> str:
-    """Names a workflow or a reward in a line; empty for None."""
+    """Returns the name of a workflow or reward for `lines`; "" for None."""
     if setting is None or isinstance(setting, str):
         return setting or ""
     if isinstance(setting, RewardPart):

@@ -6,7 +6,7 @@ Reading order:
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the process that imports and calls the function
-    hook.py          RewardHook: a callable of this process, in a thread; RewardWorker: the protocol of pool and hook
+    hook.py          RewardHook: calls a function in a thread; RewardWorker: the protocol of pool and hook
     evaluation.py    reward, accuracy and pass@k of groups
     replay.py        FailureLog, which writes failed trajectories; replay, which recomputes their rewards
     references.py    references with several accepted answers; checks all references before the run
@@ -14,9 +14,9 @@ Reward functions:
     math_answer/     answers as numbers, expressions, sets or texts
     code_tests.py    programs against tests, in a sandbox (sandbox/)
     text_rewards.py  pattern, tags, length, repetition, JSON; fenced blocks of Markdown
-    length_penalty.py OverlongPenalty, for numbers of tokens
+    length_penalty.py OverlongPenalty, for completions near the length limit
     llm_judge.py     LLMJudge: a model with a rubric
-    reasoning_gym.py rows and reward of reasoning-gym's data sets
+    reasoning_gym.py rows and the reward for reasoning-gym's data sets
     environment_reward.py  the rewards that a workflow's environment returned
 
 May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a

@@ -90,8 +90,8 @@ def code_tests(
 ) -> dict[str, float | str]:
     """Checks whether the program in the completion passes the tests of its prompt.
 
-    The program is the last fenced Python block that does not only show how to use an earlier one. If there is none, it
-    is the last block that names no language and is more than output; without a fence, it is the whole completion.
+    The program is the last fenced Python block that does more than show how to use an earlier one. If no block is
+    marked as Python, it is the last unmarked block that is not just output; without a fence, the whole completion.
 
     Args:
         trajectory: its prompt must have the field `tests`, described at the top of this file.
@@ -108,7 +108,7 @@ def code_tests(
         others; `extracted`, the program.
 
     Raises:
-        ValueError: if the prompt has no tests, or a test of an unknown kind.
+        ValueError: if the prompt has no tests, or an unknown kind of test.
         RewardError: if the sandbox does not work on this system.
     """
     tests = _tests_of(trajectory)
@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does more than state a value; the output of a program or a word of prose does not."""
+    """Returns whether code does more than state a value, unlike a program's output or a word of prose."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -306,15 +306,15 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
     stdout = given.get("stdout", output)
     if name is not None or stdout is None:
         raise ValueError(
-            f"a test of an unknown kind: {test!r:.200}. A test is text with statements, a dict with stdin and stdout, "
-            "or a dict with function, arguments and expected"
+            f"unknown kind of test: {test!r:.200}. A test must be a string of Python statements, a dict with stdin and "
+            "stdout, or a dict with function, arguments and expected"
         )
     return {"stdin": _lines(given.get("stdin", given.get("input", ""))), "stdout": _lines(stdout)}
 
 
 def _call(function: str, arguments: Any, accepted: Sequence[object]) -> Test:
     if not isinstance(arguments, list | tuple | Mapping):
-        raise ValueError(f"the arguments of {function} must be a list, or an object by name, got {arguments!r:.99}")
+        raise ValueError(f"the arguments of {function} must be a list or an object, got {arguments!r:.99}")
     pair = [[], arguments] if isinstance(arguments, Mapping) else [arguments, {}]
     return {"function": function, "arguments": pair, "accepted": accepted}
 
@@ -328,7 +328,7 @@ def _lines(value: object) -> str:
 
 
 class _TextOnly(pickle.Unpickler):
-    """Reads a pickled text; refuses a pickle that refers to a function or class, since it is not trusted."""
+    """Reads a pickled text; refuses pickles that refer to a function or class, since pickles are not trusted."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"its pickle calls {module}.{name}")

@@ -1,4 +1,4 @@
-"""RewardHook: calls a reward function in a thread of this process, with a deadline; RewardWorker: the protocol.
+"""RewardHook: calls a reward function in a thread of this process, with a deadline; RewardWorker: its protocol.
 
 A thread cannot be killed: if it hangs, it is abandoned with the resources that it uses, and replaced. C code that holds
 the interpreter's lock stops the whole trainer. A function given by its dotted path (pool.py) has neither problem.

@@ -1,4 +1,4 @@
-"""LLMJudge: a reward from a language model with a rubric, at any OpenAI-compatible endpoint.
+"""LLMJudge: a reward from a language model that follows a rubric, at any OpenAI-compatible endpoint.
 
 reward:
   path: lightrl.rewards.LLMJudge
@@ -68,13 +68,13 @@ class LLMJudge:
             and the prompt's fields are filled in. A completion that is only thinking is not sent; it scores lowest.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts. With {criteria}, it
-            reads each criterion's line; by default, the score there follows the name.
-        criteria: the column of the data with a row's own criteria, each `{name: ..., description: ..., weight: 1}`. If
+            is applied to each criterion's line; by default, the score is the number after the name.
+        criteria: the data column that holds a row's own criteria, each `{name: ..., description: ..., weight: 1}`. If
             the rubric contains {criteria}, one answer scores all, with a line `name: score` or a table row for each;
-            if it contains {criterion}, each has a request of its own. The reward is their weighted mean, and each
-            criterion's score, scaled to [0, 1], is a metric. A criterion without a readable score drops the trajectory.
-        score_range: the scores that become the rewards 0 and 1; a score outside is an error.
-        api_key_variable: the environment variable that contains the key; without it no key is sent.
+            if it contains {criterion}, each criterion is a separate request. The reward is their weighted mean, and
+            each score, scaled to [0, 1], is a metric. A criterion without a readable score drops the trajectory.
+        score_range: the scores that become the rewards 0 and 1; a score outside this range is an error.
+        api_key_variable: the environment variable that contains the key; if it is not set, no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
         deadline_s: time for one trajectory, including all attempts; keep it below the reward's timeout.
         temperature, max_tokens: arguments of the request; None omits them, for models that refuse them.
@@ -178,9 +178,9 @@ class LLMJudge:
         names: Sequence[str] = (),
         deadline: Callable[[], float] | None = None,
     ) -> tuple[list[float], str]:
-        """Returns the score of each name, or one score without names, and the answer that contains them.
+        """Returns the score of each name (a single score if there are no names), and the answer that contains them.
 
-        `deadline` is called when the request has a slot; None gives it a deadline of its own.
+        `deadline` is called when the request has a slot; None gives the request its own deadline.
         """
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
         if key not in self._cache:
@@ -278,13 +278,13 @@ class LLMJudge:
             ) from error
 
     def _read_criterion(self, name: str, answer: str, trajectory: Trajectory) -> float:
-        """Returns the score in the criterion's last line or table row: the number after its name, or of the pattern."""
+        """Returns the score in the criterion's last line or table row: the pattern's, or the number after the name."""
         start = rf"(?im)^[^\w\n]*(?:\d+[.)][^\w\n]*)?{re.escape(name)}[^\w\n]*?[:=|]"
         found = deque(re.finditer(f"{start}(.*)$", split_thinking(answer)[1]), maxlen=1)
         if not found:
             raise RewardError(
                 f"The LLM judge's answer for {label(trajectory)} has no line `{name}: score`: "
-                f"{answer[-_MAX_SHOWN:]!r}. Ask for one for each criterion in the rubric, or increase max_tokens."
+                f"{answer[-_MAX_SHOWN:]!r}. In the rubric, ask for a line per criterion, or increase max_tokens."
             )
         if self._pattern.pattern != _SCORE:
             return self._read_score(found[0][0], trajectory)[0]
@@ -317,7 +317,7 @@ def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float],
     rows: Any = trajectory.prompt.fields.get(column)
     weights, texts = {}, {}
     try:
-        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # Parquet adds them
+        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # Parquet adds None
         weights = {str(row["name"]): float(row.get("weight", 1)) for row in rows}
         texts = {str(row["name"]): str(row.get("description", "")) for row in rows}
         has_own_names = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()

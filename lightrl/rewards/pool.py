@@ -199,7 +199,7 @@ class WorkerProcess:
         return [bytes(line) for line in lines]
 
     def _exchange(self, wait_s: float, *, forward: bool = True) -> bool:
-        """Waits up to `wait_s`, then writes and reads what is possible; returns False if nothing was."""
+        """Waits up to `wait_s`, then writes and reads as much as possible; returns False if nothing was ready."""
         if self._is_ended:
             return False
         ready = self._poller.poll(wait_s * 1000)
@@ -245,5 +245,5 @@ def _reply(line: bytes, *schemas: Mapping[str, tuple[type, ...]]) -> dict[str, A
             return record  # type: ignore[no-any-return]
     raise WorkerDied(
         f"its reply pipe carried {bytes(line[:200])!r}, which is not a reply. The reward, or a process that it "
-        "started, writes to a descriptor that it did not open: print to standard output instead"
+        "started, wrote to a file descriptor that it did not open; print to standard output instead"
     )

@@ -1,4 +1,4 @@
-"""The references that rewards compare completions with: lists of accepted answers, and a check before the run."""
+"""References that rewards compare completions with: lists of accepted answers, and a check before the run."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def _is_comparable(answer: object) -> bool:
 
 
 class ReferenceCheck:
-    """Calls those functions of a reward that are lightrl's on a completion without an answer, which is cheap.
+    """Calls a reward's built-in functions on a completion without an answer, which is cheap.
 
-    A prompt that lacks what they need is thus refused at the start, instead of being dropped in each iteration. Users'
-    functions are not called, since they may be slow or have side effects.
+    A prompt that lacks a field they need is thus refused at the start, instead of being dropped in each iteration.
+    Users' functions are not called, since they may be slow or have side effects.
     """
 
     def __init__(self, reward: object) -> None:

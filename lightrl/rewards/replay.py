@@ -30,7 +30,7 @@ _MAX_CHARS = 4000  # longest text of a line; the log of problems cuts messages t
 
 
 class FailureLog:
-    """Writes trajectories whose reward failed to a file, and those of failed workflows to `failed_rollouts.jsonl`.
+    """Writes trajectories with failed rewards to a file, and those of failed workflows to `failed_rollouts.jsonl`.
 
     Args:
         path: the JSONL file; lines are appended, and its folder is made at the first failure.
@@ -72,7 +72,7 @@ class ReplayRow:
 
     prompt: str
     completion: str
-    extracted: str | None  # the answer that the reward found in the completion, if it returns it
+    extracted: str | None  # the answer that the reward found in the completion, if it returns one
     reward: float | None  # from the first call; None if it failed
     metrics: dict[str, float] = field(default_factory=dict)
     latency_s: float = 0.0  # duration of the last call, when everything has been loaded
@@ -124,7 +124,7 @@ def replay(
 
 
 def _without_rewards(file: Path) -> Iterator[Trajectory]:
-    """Yields a file's trajectories without rewards; raises ValueError if a reward read a workspace, now gone."""
+    """Yields a file's trajectories without rewards; raises ValueError if a reward needs its deleted workspace."""
     for where, _, trajectory in read_records(file):
         if trajectory.workspace is not None:
             raise ValueError(

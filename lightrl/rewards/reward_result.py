@@ -51,11 +51,11 @@ class RewardResult:
 
         Args:
             value: a number; a dict with `reward` (a number) or `rewards` (T numbers), optionally `extracted` (text or
-                None), and other named numbers; or a RewardResult, possibly from a process, which is checked as well.
+                None), and other named numbers; or a RewardResult (checked too: it may come from a worker).
             trajectory: the function's argument.
 
         Raises:
-            RewardError: reason `not_finite` for NaN and infinities, `invalid` for any other wrong value.
+            RewardError: reason `not_finite` for NaN, infinities and numbers that are too large; otherwise `invalid`.
         """
         if not isinstance(value, cls | Mapping):
             return cls(_number(value, "its return value", trajectory))
@@ -139,7 +139,7 @@ class Runner:
                 yield task.result()
 
     def close(self) -> None:
-        """Cancels tasks that async calls left behind and closes the event loop; call it in the thread of the calls."""
+        """Cancels tasks that async calls left behind and closes the loop; call it in the thread that runs the calls."""
         if self._loop is None:
             return
         if hasattr(self.function, "aclose"):

@@ -52,14 +52,14 @@ def tag_format(trajectory: Trajectory, *, tags: Sequence[str] = ("think", "answe
 
 
 def overlong_penalty(trajectory: Trajectory, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Returns the `OverlongPenalty` of the tokens that the policy generated, from -1 to 0."""
+    """Returns the `OverlongPenalty` for the number of tokens that the policy generated, between -1 and 0."""
     return OverlongPenalty(buffer_tokens)(sum(trajectory.loss_mask), max_tokens)
 
 
 def repetition_penalty(trajectory: Trajectory, *, ngram_words: int = 4) -> float:
     """Returns minus the fraction of word n-grams that occurred before in the completion, in (-1, 0].
 
-    Thinking counts, as in the source: repetition is most frequent there. In scripts without spaces, such as Chinese,
+    Thinking counts, as in the source, because it contains most repetition. In scripts without spaces, such as Chinese,
     Japanese and Thai, each character is a word.
 
     Source: "Demystifying Long Chain-of-Thought", https://arxiv.org/abs/2502.03373, section 4.3.
@@ -77,8 +77,8 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
     """Checks whether the answer, or its last fenced block, is JSON that is valid against a schema.
 
     Args:
-        schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; its `$ref`s must
-            refer to parts of it. None uses each prompt's field `schema`.
+        schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; each `$ref` must
+            point to a part of the schema itself. None uses each prompt's field `schema`.
 
     Returns:
         `reward`: 1 if it is valid against the schema, else 0; `is_json`: 1 if it is JSON; `extracted`, the parsed text.
@@ -114,7 +114,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses repeated keys, of which Python keeps the last: a policy could give every value in turn."""
+    """Refuses repeated keys: Python keeps only the last value, so a policy could give every value in turn."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is repeated")
     return dict(pairs)

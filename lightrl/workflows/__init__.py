@@ -5,7 +5,7 @@ Reading order:
     multi_turn/       several turns, with an environment that answers the policy
       tools/          an environment with tools that the policy calls: Python functions, or tools on an MCP server
       openenv.py      environments on an OpenEnv server
-    multi_agent.py    several agents that are all the policy
+    multi_agent.py    several agents, all played by the policy
     agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.

@@ -1,9 +1,9 @@
-"""MultiAgent: an episode of several named agents that are all the policy, as one trajectory with a row for each agent.
+"""MultiAgent: an episode in which the policy plays several named agents; one trajectory, with a row for each agent.
 
     reset(prompt) ─► (agent, observation) ─► that agent's turn ─► step(completion) ─► (next agent, observation) ─► …
 
-Each agent has its own conversation: the prompt, what the environment shows it, and its own turns. T is the number of
-tokens of the trajectory: the agents' conversations one after another, as a tree without common tokens.
+Each agent has its own conversation: the prompt, what the environment shows it, and its own turns. T is the trajectory's
+number of tokens: the agents' conversations are concatenated, as branches of a tree that share no tokens.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 Move: TypeAlias = tuple[str, Observation]  # the agent whose turn it is, and what it reads first
 Rewards: TypeAlias = Mapping[str, float]  # agent → reward, added to that agent's latest turn
 
-# Generates an older version's turn: (prompt, session, number of the turn, token ids, maximum number of new tokens).
+# Generates a turn with an older policy: (prompt, session, turn number, token ids, maximum number of new tokens).
 Opponent = Callable[[Prompt, str, int, list[int], int], Awaitable[Completion]]
 Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role: (session, agents) → role or None
 
 
 class AgentEnvironment(Environment):
-    """The world in which several agents take turns; each trajectory gets a new one. See Environment for its state.
+    """An environment in which several agents take turns; each trajectory gets a new one. For state, see Environment.
 
-    Agents are named by `agents`, such as `("x", "o")`. Several agents of one role are named `solver/0`, `solver/1`, ….
-    For agents that move at once, ask one after the other and show nothing in between.
+    `agents` lists their names, such as `("x", "o")`. Several agents of one role are named `solver/0`, `solver/1`, ….
+    If agents move simultaneously, ask one after the other, and show no moves until all have moved.
     """
 
     agents: Sequence[str] = ()
@@ -63,7 +63,7 @@ class AgentEnvironment(Environment):
     def step(self, completion: str) -> tuple[str | None, Observation, Rewards] | Awaitable[Any]:  # type: ignore[override]
         """Takes the current agent's turn; returns the next agent, what it reads, and rewards by agent.
 
-        None as the next agent ends the episode. A reward may go to any agent that has had a turn.
+        Returning None as the next agent ends the episode. Any agent that has had a turn may get a reward.
         """
 
 
@@ -76,13 +76,13 @@ class _Seat(NamedTuple):
 
 
 class MultiAgent(Workflow):
-    """Plays an episode in which each turn is one agent's; every agent is the policy, unless SelfPlay seats an opponent.
+    """Runs an episode in which agents take turns. The policy plays all of them, unless SelfPlay adds an opponent.
 
     The trajectory has the column `agents`, and rewards per token: an agent's reward is on the last token of its turn.
-    Use the reward `lightrl.rewards.environment_reward`, whose sum over all agents is the trajectory's reward (0 in a
-    zero-sum game); each agent's is logged as `rollout/reward_<agent>`. GRPO then compares an agent with the same agent
-    in the other trajectories of its group, and agents of one role with each other within their episode. The tokens of
-    an opponent are in no trajectory.
+    Use the reward `lightrl.rewards.environment_reward`: the trajectory's reward is the sum over the agents that the
+    policy plays (0 in a zero-sum game without opponent), and each role's mean is logged as `rollout/reward_<role>`.
+    GRPO then compares an agent with the same agent in the other trajectories of its group, and agents of one role with
+    each other within their episode. No trajectory contains an opponent's tokens.
 
     Source: self-play with role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119.
 
@@ -96,7 +96,7 @@ class MultiAgent(Workflow):
         step_timeout_s: deadline of one call to the environment.
     """
 
-    has_agents = True  # the algorithm needs a baseline for each
+    has_agents = True  # the algorithm needs a baseline for each agent
     own_timeout_s = None  # step_timeout_s bounds each call to the environment
 
     def __init__(
@@ -128,11 +128,11 @@ class MultiAgent(Workflow):
         check_positive(**{name: settings.get(name) for name in ("time_limit_s", "step_timeout_s")})
 
     def invite(self, opponent: Opponent, seat: Seat) -> None:
-        """Lets `opponent` take the turns of the role that `seat` chooses for a session, if any."""
+        """Lets `opponent` take the turns of the role, if any, that `seat` chooses for a session."""
         self._opponent, self._seat = opponent, seat
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
-        """Plays one episode; calls to the environment have deadlines, and it is always closed."""
+        """Runs one episode; each call to the environment has a deadline, and the environment is always closed."""
         environment = self._new_environment()
         playing = asyncio.ensure_future(self._play(environment, prompt, generate))
         try:
@@ -248,7 +248,7 @@ def _role(agent: str) -> str:
 
 
 def _with_agent(conversation: Conversation, roles: Sequence[str], agent: str) -> Conversation:
-    """Returns the conversation up to its last turn, with the column `agents`."""
+    """Adds the column `agents` to a conversation, and returns it."""
     copy = agent.partition("/")[2]
     code = list(roles).index(_role(agent)) * COPIES + (int(copy) if copy else 0)
     runs: list[tuple[int, int]] = []

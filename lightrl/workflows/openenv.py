@@ -3,7 +3,7 @@
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
 
-Source: https://github.com/meta-pytorch/OpenEnv, 0.10. Only aiohttp is needed here.
+Source: https://github.com/meta-pytorch/OpenEnv, 0.10. Needs only aiohttp.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Session(ToolServer):
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer. RolloutErrors have no cause here, so the policy is not blamed."""
+        """Returns the data of the server's answer. RolloutErrors have no cause, because the policy did not fail."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
@@ -162,7 +162,7 @@ class OpenEnvTools(ToolEnvironment):
     """An OpenEnv environment that consists of tools: the policy calls them, and the server returns the rewards.
 
     The run lists the tools with `list_tools` when it starts, and sends each call as a `call_tool`. The trajectory ends
-    after a turn without calls, or when the server reports that it is done.
+    after a turn without calls, or when the server reports that the episode is done.
 
     Args:
         url: the server's address.

@@ -54,8 +54,8 @@ class Generate(Protocol):
 
         Args:
             max_new_tokens: can lower the limit in `sampling` but not raise it.
-            grammar: see `Sampling`; raises ValueError if the engine reads none.
-            attached: what observations have shown the policy besides token ids; see `Attached` in trajectory.py.
+            grammar: see `Sampling`; raises ValueError if the engine does not support grammars.
+            attached: the observations' content besides token ids; see `Attached` in trajectory.py.
         """
         ...
 
@@ -65,7 +65,7 @@ class GroupGenerate(Protocol):
 
     @property
     def samples(self) -> Sequence[int]:
-        """The numbers of the trajectories to run. In a resumed group, other trajectories may already be finished."""
+        """The numbers of the trajectories to run. In a resumed group, the others may already be finished."""
         ...
 
     def for_sample(self, sample: int) -> Generate:
@@ -101,11 +101,11 @@ class Workflow(ABC):
 
     @property
     def samples_apart(self) -> bool:
-        """Whether no sampled token is shared by trajectories of a group; False if a subclass overrides `run_group`."""
+        """Whether the trajectories of a group share no sampled tokens; False if a subclass overrides `run_group`."""
         return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
 
     def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """Returns the sampling settings for this prompt, which may lower only `max_new_tokens`."""
+        """Returns the sampling settings for this prompt. An override may only lower `max_new_tokens`."""
         return sampling
 
     @classmethod  # noqa: B027 - not every workflow has settings
@@ -167,7 +167,7 @@ class Workflow(ABC):
 
 
 def class_of(setting: object) -> type | None:
-    """Returns the class of a setting that YAML gives as `class_path`, which becomes a functools.partial; else None."""
+    """Returns the class if the setting is a functools.partial of one, as `class_path` in YAML gives; otherwise None."""
     items = (setting.func, *setting.args) if isinstance(setting, functools.partial) else ()
     return next((item for item in items if isinstance(item, type)), None)
 
@@ -186,7 +186,7 @@ class SingleTurn(Workflow):
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
     """
 
-    # Shared by a group's completions: the latest prompt, its token ids, a zero for each id, and its opened thinking.
+    # Shared by a group's completions: the latest prompt, its token ids, a zero for each id, and the thinking it opens.
     _latest: tuple[Prompt, TokenArray[int], TokenArray[float], str] | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -281,14 +281,14 @@ class _TimedGenerate:
                 self._start_timer()
 
     @contextlib.contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measures the current task, which runs the workflow in this block."""
+    def limit_time(self) -> Iterator[None]:
+        """Cancels the current task if the workflow in this block spends longer than `timeout_s` between calls."""
         self._task = asyncio.current_task()
         self._start_timer()
         try:
             yield
         finally:
-            self._task = None  # generations that the workflow left running start no timer
+            self._task = None  # so that generations that the workflow left running start no timer
             self._stop_timer()
 
     def _start_timer(self) -> None:
@@ -306,11 +306,11 @@ class _TimedGenerate:
 
 
 async def _run_sample(workflow: Workflow, prompt: Prompt, generate: Generate) -> RunResult:
-    """Runs a workflow once and returns its trajectory or the error that drops it. An EngineError is raised instead."""
+    """Runs a workflow once and returns its trajectory, or the error that drops it. An EngineError propagates."""
     name = f"{type(workflow).__name__}.run"
     timed_generate = _TimedGenerate(workflow.own_timeout_s, generate)
     try:
-        with named_user_code(name, on=f"prompt {prompt.id!r}"), timed_generate.measure():
+        with named_user_code(name, on=f"prompt {prompt.id!r}"), timed_generate.limit_time():
             return check_trajectory(await workflow.run(prompt, timed_generate), workflow, prompt)
     except (RolloutError, RewardError) as error:
         return error
@@ -326,12 +326,12 @@ async def _run_sample(workflow: Workflow, prompt: Prompt, generate: Generate) ->
 
 
 def self_cancellation(name: str, prompt: Prompt) -> RolloutError:
-    """Returns the error for a workflow that raised CancelledError although nobody cancelled it."""
+    """Returns the error for a workflow that raised CancelledError without being cancelled."""
     return RolloutError(f"{name} raised CancelledError on prompt {prompt.id!r}, although nobody cancelled it.")
 
 
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
-    """Checks that training can use what a workflow returned, and returns that trajectory.
+    """Checks that training can use what a workflow returned, and returns it.
 
     Raises:
         RolloutError: if it is not a Trajectory, its lists differ in length, a logprob is not finite, or a token in the

@@ -171,7 +171,7 @@ def test_repeated_prompts_and_a_validation_on_train_prompts_are_logged(caplog):
     Path("a.jsonl").write_bytes(OK * 30)
     with caplog.at_level(logging.WARNING):
         set_up(validation="a.jsonl")
-    assert "29 of 30 train prompts are repetitions." in caplog.messages
+    assert "29 of 30 train prompts are duplicates." in caplog.messages
     assert any(text.startswith("30 of 30 validation prompts are also train prompts") for text in caplog.messages)
 
 

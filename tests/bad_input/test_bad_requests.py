@@ -47,7 +47,7 @@ REQUESTS = [
     row("request: no tokens", body(max_tokens=0), "max_tokens must be an integer >= 1, got 0"),
     row("request: true for tokens", body(max_tokens=True), "max_tokens must be an integer >= 1, got True"),
     row("request: no answers", body(n=0), "n must be an integer from 1 to 128, got 0"),
-    row("request: a number to stop at", body(stop=3), "stop must be a text or a list of texts, got 3"),
+    row("request: a number to stop at", body(stop=3), "stop must be a string or a list of strings, got 3"),
     row("request: another format", body(response_format={"type": "x"}), "must be text, json_object or json_schema, got"),
     row("request: an unknown tool", body(tool_choice="x"), "tool_choice must be auto, none, required or the name of a tool"),
     row("request: functions", body(functions=[{}]), "functions=", "Use tools"),

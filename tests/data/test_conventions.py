@@ -199,7 +199,7 @@ REFUSED = {
         SFTDataModule,
         {"messages": [{"from": "human", "value": "1"}, {"from": "function_call", "value": "{}"}]},
         MESSAGES,
-        r"Line 1 of '.*': message 2 must be from one of human, gpt, .*'function_call'",
+        r"Line 1 of '.*': message 2: 'from' must be one of human, gpt, .*'function_call'",
     ),
     "parts of another type": (
         PromptDataModule,

@@ -251,9 +251,9 @@ def test_a_program_that_is_only_thought_is_none():
     ("tests", "says"),
     [
         *[(tests, "in its field 'tests'") for tests in (None, [], "[]", [3], "assert True", {"inputs": [""]})],
-        ([{"input": "1"}], "a test of an unknown kind"),
-        ([{"stdin": "", "stdout": None}], "a test of an unknown kind"),
-        ([{"function": "twice", "kwargs": {"text": "ab"}, "expected": "abab"}], "a test of an unknown kind"),
+        ([{"input": "1"}], "unknown kind of test"),
+        ([{"stdin": "", "stdout": None}], "unknown kind of test"),
+        ([{"function": "twice", "kwargs": {"text": "ab"}, "expected": "abab"}], "unknown kind of test"),
         ("def check(candidate): ...", "LiveCodeBench's compressed tests"),
         ([{"stdin": "", "stdout": {"a": 1}}], "must be text or a list of lines"),
         ([{"function": "twice", "arguments": "ab", "expected": "abab"}], "arguments of twice must be a list"),

@@ -66,7 +66,7 @@ def test_an_answer_that_is_only_thought_is_none():
             )
         ],
         (math_answer, {}, "needs a reference"),
-        ("lightrl.rewards.code_tests", {"tests": [{"input": "1"}]}, "a test of an unknown kind"),
+        ("lightrl.rewards.code_tests", {"tests": [{"input": "1"}]}, "unknown kind of test"),
         ([RewardPart("lightrl.rewards.json_schema")], {}, "no JSON schema"),
         *[(judge(rubric), {"a": 1}, "rubric uses") for rubric in ("{answer}", "{prompt:d}")],
         ("lightrl.rewards.reasoning_gym.reward", {}, "no column 'reasoning_gym'"),

@@ -1,7 +1,7 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The result's
-number `format` says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
+The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The metric `format`
+says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
@@ -272,9 +272,9 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
     are_tuples = all(re.fullmatch(r"\([^()]*\)", text) for text in choices)
     if all(map(_CHOICES.fullmatch, choices)) and not "".join(choices).isalpha() and not are_tuples:  # `A, C` is `AC`
         return sorted(re.findall("[A-J]", choices[0])) == sorted(re.findall("[A-J]", choices[1]))
-    left, expected = _stated(reference)
+    left, expected = _side_and_number(reference)
     if expected is not None and _VARIABLE.fullmatch(left):
-        given_left, given = _stated(answer)
+        given_left, given = _side_and_number(answer)
         if given is None or (given_left and is_marked_by == _HASHES) or (left and given_left and left != given_left):
             return False
         return bool(given[0] & expected[0]) and _units_agree(given[1], expected[1])
@@ -291,8 +291,8 @@ def _units_agree(unit: Unit, other: Unit) -> bool:
     return not unit or not other or unit == other
 
 
-def _stated(text: str) -> tuple[str, tuple[frozenset[Fraction], Unit] | None]:
-    """Returns the left side and the literal number of `x = 6`; no number for other text, or for `5 = 6`."""
+def _side_and_number(text: str) -> tuple[str, tuple[frozenset[Fraction], Unit] | None]:
+    """Returns "x" and 6 for `x = 6` or `6 = x`, and "" and 6 for `6`; for other text or `5 = 6` the number is None."""
     left, equals_sign, right = text.rpartition("=")
     literal = _literal(right)
     if literal is None and equals_sign and (value := _literal(left)) and _VARIABLE.fullmatch(right.strip()):

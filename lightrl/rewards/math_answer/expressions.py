@@ -89,7 +89,7 @@ _NAME = re.compile(
 
 
 class UnreadableError(Exception):
-    """A token does not fit the grammar at its place, or a number is too large."""
+    """Raised if a token does not fit the grammar, or a number is too large."""
 
 
 _ERRORS = (UnreadableError, ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError)
@@ -116,7 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
-    """Whether the tokens are the same, or the values are and `given` leaves no more calculations undone."""
+    """Whether the tokens are the same, or the values are and `given` does not leave more calculations undone."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)
@@ -240,7 +240,7 @@ class _Reader:
 
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
-        self._sign, self._num_signs = 1, 0  # of `\pm`
+        self._sign, self._num_signs = 1, 0  # the sign that `\pm` stands for, and how many were read
         self._degree: Any = 1  # the degree sign is only a unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 

@@ -2,10 +2,10 @@
 
 Reading order:
     workflow.py           AgentWorkflow: runs a function, or a program (command.py)
-    endpoint.py           the HTTP server that agents call; frozen_models.py sends requests on to other models
-    policy_access.py      serves the policy to evaluation tools, which nothing records
+    endpoint.py           the HTTP server that agents call; frozen_models.py forwards requests to other models
+    policy_access.py      serves the policy to evaluation tools; nothing is recorded
     session.py            records the requests of one trajectory as turns of tokens
-    constraints.py        what a request asks of an answer's form, for the engine's grammar
+    constraints.py        turns the answer format that a request asks for into a grammar for the engine
     completion_parser.py  splits a completion into thinking, text and tool calls
     protocol.py           requests and answers; chat_protocol.py, messages_protocol.py and responses_protocol.py
                           implement the routes of OpenAI and Anthropic

@@ -1,8 +1,8 @@
 """AgentCommand: runs a program as an agent, in a folder that is kept until the reward has read it.
 
-The sandbox's guard (lightrl/rewards/sandbox/guard) makes the folder: `work`, a copy of the template, where the program
-runs; `home`, `tmp` and `task.txt`. When the program exits, on cancellation, and when this process dies, the guard kills
-the program and all its children. It keeps the folder if the program has ended.
+The sandbox's guard (lightrl/rewards/sandbox/guard) creates the folder. It contains `work`, a copy of the template in
+which the program runs, `home`, `tmp` and `task.txt`. The guard kills the program and all its children when the program
+exits, on cancellation, and when this process dies. It keeps the folder if the program exited.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30
 _UNBOUNDED = 1 << 30
 _TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
 OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that have no effect on a function
-_INTERPRETERS = ("python3", "python", "node")  # on PATH these may link to elsewhere
+_INTERPRETERS = ("python3", "python", "node")  # on PATH, these may be links into other folders
 _SECRET = re.compile(r"\{env:(\w+)\}")
 
 _ARGUMENT_LIMITS = (
@@ -68,7 +68,7 @@ _ARGUMENT_LIMITS = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes the parent of this process's agent folders, to be removed at exit; removes those of dead processes."""
+    """Makes the parent of this process's agent folders, which is removed at exit; removes those of dead processes."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -80,7 +80,7 @@ class AgentLimits:
     """Limits of one agent; None is no limit.
 
     A program that exceeds memory_mib or disk_mib is killed, and its trajectory is dropped. A request that exceeds
-    requests, turns, rows or total_tokens is refused (`limit_exceeded`), as one that exceeds `max_tokens` is.
+    requests, turns, rows or total_tokens is refused (`limit_exceeded`), like a request that exceeds `max_tokens`.
 
     Args:
         memory_mib: memory of all processes of a program together.
@@ -88,8 +88,8 @@ class AgentLimits:
         processes: processes and threads of a program; it cannot start more.
         requests: answers to the agent, and its requests to frozen models.
         turns: answers in one conversation.
-        rows: conversations that train, with the branches of each.
-        total_tokens: tokens of all the agent's rows, which are read as one microbatch; an answer is cut there.
+        rows: conversations that are trained on; each branch counts.
+        total_tokens: tokens of all the agent's rows, which form one microbatch; an answer is cut at this limit.
     """
 
     memory_mib: int | None = None
@@ -114,7 +114,7 @@ class AgentResult:
     """An agent's reward, together with its folder and output.
 
     Args:
-        rewards: more rewards, by the id of the response that earns each; `<id>/<index>` for a later choice of `n`.
+        rewards: more rewards, by the id of the response that earns each; `<id>/<index>` if it is not the first of `n`.
     """
 
     reward: float | None = None
@@ -145,7 +145,7 @@ class AgentCommand:
     limits: AgentLimits
     timeout_s: float
     decode: Callable[..., Any]  # turns a prompt without messages into text
-    # Parent of the folders. The process that computes rewards makes it, since workflow workers may exit earlier.
+    # Parent of the agents' folders, made by the process that computes rewards: workflow workers may exit earlier.
     root: str = field(default_factory=lambda: root_of(os.getpid()))
     layers: list[str] | None = None  # the protections in force; None before the first run
 
@@ -172,7 +172,7 @@ class AgentCommand:
             if "namespaces" not in self.layers and self.network == "none":
                 log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
             if "view" not in self.layers:
-                text = "Agents find this machine's /etc, and neither a name for their user nor a /tmp. %s"
+                text = "Agents see this machine's /etc, and have neither a user name nor a /tmp. %s"
                 log.warning(text, what_to_allow())
         output = self.without_secrets(reply["stdout"])
         if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
@@ -189,7 +189,7 @@ class AgentCommand:
         names = {"memory": "memory_mib", "disk": "disk_mib", "processes": "processes"}
         if limit is not None:
             setting = f" (limits.{names[limit]}={getattr(self.limits, names[limit])})" if limit in names else ""
-            return f"was stopped by its limit of {limit}{setting}"
+            return f"was stopped by its {limit} limit{setting}"
         how = f"exited: {code}"
         if self.limits.disk_mib and (code == -signal.SIGXFSZ or os.strerror(errno.EFBIG) in output):
             how += f", perhaps because a file reached limits.disk_mib={self.limits.disk_mib}"
@@ -202,14 +202,17 @@ class AgentCommand:
         return how
 
     def without_secrets(self, text: str) -> str:
-        """Replaces what `{env:NAME}` stands for, because output and messages are logged."""
+        """Replaces secrets by the `{env:NAME}` that they come from, because output and messages are logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
-        secrets_ = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or "(?!)")
-        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:  # its start may be the end of a secret
-            start = max(map(len, map(os.fsencode, secret_names)), default=0)
-            text = text[max([start, *(each.end() for each in secrets_.finditer(text) if each.start() < start)]) :]
-        return secrets_.sub(lambda each: f"{{env:{secret_names[each[0]]}}}", text)
+        matches_nothing = "(?!)"
+        pattern = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or matches_nothing)
+        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
+            # Only the end of the output is here. It may start within a secret, at most as long as the longest.
+            longest = max(map(len, map(os.fsencode, secret_names)), default=0)
+            ends = [match.end() for match in pattern.finditer(text) if match.start() < longest]
+            text = text[max([longest, *ends]) :]
+        return pattern.sub(lambda match: f"{{env:{secret_names[match[0]]}}}", text)
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
@@ -232,7 +235,7 @@ class AgentCommand:
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         names_task = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
 
-        def fill_variable(text: str) -> str:  # in one pass, so that a row cannot name a variable
+        def fill_variable(text: str) -> str:  # in one pass, so that a row's text cannot refer to a variable
             return re.sub(
                 rf"{_SECRET.pattern}|\{{\w+\}}", lambda each: os.environ[each[1]] if each[1] else fill(each[0]), text
             )
@@ -258,7 +261,7 @@ class AgentCommand:
 
 
 def timeout_of(prompt: Prompt, timeout_s: float) -> float:
-    """Returns a row's deadline, by default the workflow's; raises RolloutError if the row has a wrong one."""
+    """Returns the row's deadline, or the workflow's by default; raises RolloutError if the row's is invalid."""
     value = prompt.fields.get("agent_timeout_s", timeout_s)
     if (number := finite_number(value)) is None or number <= 0:
         text = f"The column agent_timeout_s of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
@@ -279,7 +282,7 @@ def _files_that_run(program: str, search_path: str) -> list[str]:
             waiting.append(os.path.normpath(Path(file).parent.resolve() / Path(file).readlink()))
         else:
             waiting += _interpreters(file, search_path)
-        settings = Path(file).parent.parent / "pyvenv.cfg"  # names the Python of a virtual environment without links
+        settings = Path(file).parent.parent / "pyvenv.cfg"  # names the Python, if a virtual environment has no links
         if settings.is_file() and (home := re.search(r"^home *= *(.+)$", settings.read_text(errors="replace"), re.M)):
             waiting.append(f"{home[1].strip()}/python3")
     return files
@@ -299,17 +302,17 @@ def _interpreters(file: str, search_path: str) -> list[str]:
     if Path(first).name == "env":
         name = next((word for word in words if not word.startswith("-") and "=" not in word), "")
         found.append(shutil.which(name, path=search_path) or "")
-    # The second line of pip's scripts for an interpreter with a long path, or with a space in it.
+    # If the interpreter's path is long or contains a space, pip's scripts name it in their second line.
     if long := re.search(r"^'''exec' (?:\"([^\"]+)\"|(\S+))", start, re.MULTILINE):
         found.append(long[1] or long[2])
     return found
 
 
 def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
-    """Adds where links lead, and the parent of each `bin`, which has its libraries; of `~/.local` and the like, `lib`.
+    """Adds the targets of links, and the parent of each `bin`, for its libraries; for `~/.local/bin`, only the `lib`.
 
     Args:
-        has_home: whether to add parents in the user's home too.
+        has_home: whether to add parents that are in the user's home.
     """
     homes = {Path.home(), Path.home().resolve()}
     paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
@@ -327,7 +330,7 @@ def check_command(
     readable: Sequence[str],
     network: str | Sequence[str],
 ) -> None:
-    """Raises ValueError if a setting cannot work; names of programs and templates with braces are checked later."""
+    """Raises ValueError if a setting cannot work; names of programs and templates with {fields} are checked later."""
     words = [] if command is None or isinstance(command, str) else command[:1]
     if command is not None and not any("{" in word or shutil.which(word) for word in words):
         raise ValueError(f"command must be a list that starts with a program's path or name on PATH, got {command!r}.")
@@ -335,7 +338,7 @@ def check_command(
         raise ValueError(f"workspace_template={template!r} must be a folder. Create it, or leave the setting out.")
     for word in command or ():
         if _SECRET.search(word):
-            raise ValueError(f"command has {word!r}, but all users can read arguments. Set a variable of environment.")
+            raise ValueError(f"command has {word!r}, but all users can read arguments. Pass it in environment instead.")
     for name, value in environment.items():
         for secret in _SECRET.findall(value):
             if secret not in os.environ:
@@ -345,9 +348,9 @@ def check_command(
     for path in readable:
         real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
         if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
-            raise ValueError(f"readable has {path!r}, which must be a file or folder that exists, not a whole system.")
+            raise ValueError(f"readable has {path!r}, which must be an existing file or folder, not a system folder.")
         if f"{Path.home().resolve()}/".startswith(f"{real}/"):
-            raise ValueError(f"readable has {path!r}, which opens all of your home. Name the folders that agents need.")
+            raise ValueError(f"readable has {path!r}, which exposes your home. Name only the folders that agents need.")
     if isinstance(network, str):
         check_choice(("none", "allow", "a list of hosts"), network=network)
     for host in () if isinstance(network, str) else network:

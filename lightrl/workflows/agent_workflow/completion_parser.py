@@ -47,7 +47,7 @@ def completion_parser(
 
 
 def has_hermes_calls(parser: CompletionParser) -> bool:
-    """Returns whether this parser, one of `completion_parser`, finds calls in Hermes' format and no other."""
+    """Returns whether a parser that `completion_parser` returned finds only calls in the Hermes format."""
     return getattr(parser, "args", ()) == (parse_hermes,)
 
 
@@ -95,7 +95,7 @@ def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompleti
     """Returns a library's result, corrected where the library mistook a quoted tag for a real one."""
     by_text = parse_text(text, parse_hermes)
     errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
-    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # what follows a quoted tag in a call
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest after a quoted tag in a call
         errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
         parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
     if errors and by_text.calls and not text_errors:

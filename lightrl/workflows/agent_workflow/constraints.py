@@ -1,4 +1,4 @@
-"""The constraint on a policy's answer that a request asks for, as a structural tag for the engine's grammar.
+"""Converts the constraint that a request puts on the policy's answer to a structural tag for the engine's grammar.
 
 Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html, which SGLang and vLLM
 read. The tokens that the grammar allows are the support of each sampled token, so training stays exact.
@@ -16,21 +16,21 @@ from lightrl.workflows.agent_workflow.protocol import AgentRequest, RequestRefus
 
 _THINKING = ("<think>", "</think>")
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_MAX_COUNT = 10_000  # in a schema, or of a regular expression's repetitions, nested ones multiplied
+_MAX_COUNT = 10_000  # largest count in a schema, and largest product of a regular expression's nested repetitions
 _MAX_PATTERN_CHARS = 1_000
 _MAX_GRAMMAR_CHARS = 200_000
 
 
 def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_hermes: bool) -> str:
-    """Returns the structural tag as JSON text; an empty text if the request sets no constraint.
+    """Returns the structural tag as JSON text; an empty string if the request sets no constraint.
 
     Args:
-        opening: the thinking that the prompt opens and leaves to the policy to close.
-        may_think: whether the policy may open its thinking itself.
-        is_hermes: whether calls have Hermes' format; no other format can be constrained.
+        opening: the beginning of the thinking, if it is part of the prompt.
+        may_think: whether the policy may begin to think by itself.
+        is_hermes: whether calls use the Hermes format; no other format can be constrained.
 
     Raises:
-        RequestRefused: if the constraint cannot be written.
+        RequestRefused: if the constraint is impossible or too expensive.
     """
     if request.schema is None and request.forced_tool is None:
         return ""
@@ -39,13 +39,13 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
         required = f"the tool {request.forced_tool!r:.80}" if request.forced_tool else "a call"
         raise RequestRefused(f"tool_choice requires {required}, but the tools are {names!r:.200}.")
     if request.forced_tool is not None and not is_hermes:
-        text = "tool_choice cannot force a call, because the policy's calls do not have Hermes' format."
+        text = "tool_choice cannot force a call, because the policy does not use the Hermes tool-call format."
         raise RequestRefused(f"{text} {way_out(request)}")
     if opening and opening.strip() != _THINKING[0]:
-        text = f"The policy's thinking begins with {opening.strip()!r}, after which no constraint can begin."
+        text = f"The policy's thinking begins with {opening.strip()!r}, and no constraint can follow that."
         raise RequestRefused(f"{text} {way_out(request)}")
     if request.schema is not None and names and not is_hermes:
-        text = "A response format with tools needs calls in Hermes' format, because it would forbid the policy's calls."
+        text = "With tools, a response format needs the Hermes tool-call format; it would forbid calls in any other."
         raise RequestRefused(f"{text} {way_out(request)}")
     answers: list[JsonObject] = []
     if request.schema is not None and request.forced_tool is None:
@@ -63,12 +63,12 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
     grammar = json.dumps({"type": "structural_tag", "format": answer}, sort_keys=True)
     costs = _costs(answers) if len(grammar) <= _MAX_GRAMMAR_CHARS else iter([f"{len(grammar):,} characters"])
     if cost := next(costs, None):
-        raise RequestRefused(f"The constraint costs the engine's grammar too much: it has {cost}. {way_out(request)}")
+        raise RequestRefused(f"The constraint is too expensive for the engine: it has {cost}. {way_out(request)}")
     return grammar
 
 
 def _costs(value: object) -> Iterator[str]:
-    """Yields what in a format or schema could occupy a server for long."""
+    """Yields the parts of a format or schema that could keep a server busy for long."""
     if isinstance(value, list):
         for item in value:
             yield from _costs(item)
@@ -94,13 +94,13 @@ def _is_costly(pattern: str) -> bool:
 
 
 def way_out(request: AgentRequest) -> str:
-    """Returns how to let the policy answer freely."""
+    """Returns advice on how to let the policy answer freely."""
     name = "response_format" if request.forced_tool is None else "tool_choice"
-    return f"Set the workflow's ignore: [{name}] to let the policy answer freely."
+    return f"To let the policy answer freely, set `ignore: [{name}]` on the workflow."
 
 
 def _calls(request: AgentRequest) -> JsonObject:
-    """Returns the format of one or more calls of the tools that the policy may call."""
+    """Returns the format of one or more calls to the tools that the policy may call."""
     tags = [
         {
             "type": "tag",

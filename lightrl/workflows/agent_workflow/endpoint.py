@@ -5,9 +5,9 @@
     POST <base_url>/messages            messages_protocol.py, also for messages/count_tokens
 
 A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
-requires the session's random key, as a Bearer token or in the header x-api-key. Requests to a frozen model are sent on
-to its server, counted but not recorded (frozen_models.py). `serving_policy` opens a base_url for evaluation, with the
-routes of policy_access.py.
+requires the session's random key, as a Bearer token or in the header x-api-key. Requests to a frozen model are
+forwarded to its server, and counted but not recorded (frozen_models.py). `serving_policy` opens a base_url for
+evaluation, with the routes of policy_access.py.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class OpenAIEndpoint:
 
     Args:
         max_sessions: how many sessions may be open at the same time; further sessions wait.
-        host: an address of this machine, to which the port is bound and at which agents call it.
+        host: an address of this machine, on which the server listens and which agents call.
         frozen: other models that agents may use, by name.
-        port: 0 for any that is free.
-        key: of every session; by default each has a random one.
+        port: 0 for any free port.
+        key: the API key of every session; by default, each session has a random key.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ def serving_policy(
 
 
 def _requested_model(body: bytes) -> str:
-    """Returns the name of the model that a request asks for, or an empty text."""
+    """Returns the name of the model that a request asks for, or an empty string."""
     try:
         return str(json.loads(body)["model"])
     except (KeyError, RecursionError, TypeError, ValueError):
@@ -317,7 +317,7 @@ def is_every_address(host: str) -> bool:
 
 
 def _warn_of_proxy(host: str) -> None:
-    """Warns if clients would use the environment's proxy, which takes 127.0.0.1 for its machine."""
+    """Warns if clients would use the environment's proxy, for which 127.0.0.1 is the proxy's own machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(host):

@@ -1,4 +1,4 @@
-"""FrozenModel: another model that agents use next to the policy. Its answers are not recorded and do not train."""
+"""FrozenModel: another model that agents use next to the policy. Its answers are neither recorded nor trained on."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model on another server, for example a judge, a helper or a user that is simulated.
+    """A model on another server, for example a judge, a helper or a simulated user.
 
     Args:
         url: base URL of the server's API, including `/v1`.
         model: the server's name for the model; None sends the agent's name.
-        api_key_variable: the environment variable that contains the server's key, which agents do not see; without it
-            no key is sent.
+        api_key_variable: the environment variable that contains the server's key, which agents do not see; None sends
+            no key.
     """
 
     url: str
@@ -43,12 +43,12 @@ class FrozenModel:
 
 
 async def forward(request: web.Request, body: bytes, path: str, model: FrozenModel) -> web.StreamResponse:
-    """Sends a request on to a frozen model, and its answer back as it arrives.
+    """Forwards a request to a frozen model, and streams the answer back.
 
     Raises:
         RequestRefused: if the server cannot be reached.
     """
-    fields = json.loads(body)  # written anew, since a server may read a repeated key differently
+    fields = json.loads(body)  # encoded again, since a server may read a repeated key differently
     body = json.dumps({**fields, "model": model.model or fields["model"]}).encode()
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     if key := os.environ.get(model.api_key_variable or ""):

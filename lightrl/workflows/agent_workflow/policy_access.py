@@ -1,9 +1,9 @@
-"""PolicyAccess: serves the policy to evaluation tools. Each request stands alone, and nothing of it trains.
+"""PolicyAccess: serves the policy to evaluation tools. Requests are independent, and nothing is trained on.
 
-    POST <base_url>/chat/completions   rendered and parsed as an agent's request, by an AgentSession of its own
-    POST <base_url>/completions        text or token ids, continued; `echo` with `logprobs` adds the prompt's logprobs
+    POST <base_url>/chat/completions   rendered and parsed like an agent's request, each in a new AgentSession
+    POST <base_url>/completions        continues text or token ids; `echo` with `logprobs` adds the prompt's logprobs
 
-Unlike an agent's, a request sets temperature, top_p and seed. What it leaves out is as in the given `Sampling`.
+Unlike an agent, the client sets temperature, top_p and seed. The `Sampling` provides what a request leaves out.
 Source: https://platform.openai.com/docs/api-reference/completions.
 """
 
@@ -33,11 +33,11 @@ from lightrl.workflows.multi_turn import TurnRenderer
 
 _SAMPLED = "temperature top_p seed"
 _DEFAULT_TOKENS = 16  # the default of OpenAI's API
-TopLogprobs = list[dict[str, float] | None]  # per token: its text and the most likely token's → logprob
+TopLogprobs = list[dict[str, float] | None]  # for each token: text → logprob, of this token and of the most likely one
 
 
 def _sampling_of(fields: JsonMapping) -> JsonObject:
-    """Returns the request's sampling settings; refuses what is not a number."""
+    """Returns the request's sampling settings; refuses values that are not numbers."""
     settings = {name: fields[name] for name in _SAMPLED.split() if name in fields}
     for name, value in settings.items():
         if isinstance(value, bool) or not isinstance(value, int if name == "seed" else int | float):
@@ -46,7 +46,7 @@ def _sampling_of(fields: JsonMapping) -> JsonObject:
 
 
 class SampledChatExchange(ChatExchange):
-    """A request to `chat/completions` that sets how to sample."""
+    """A request to `chat/completions` that may set temperature, top_p and seed."""
 
     served = f"{ChatExchange.served} {_SAMPLED}"
 
@@ -96,7 +96,7 @@ class CompletionsExchange(Exchange):
         is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt))
         prompts: Any = [prompt] if is_one else prompt
         if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
-            raise RequestRefused(f"prompt must be a text, token ids, or a list of either, got {prompt!r:.80}.")
+            raise RequestRefused(f"prompt must be text, token ids, or a list of either, got {prompt!r:.80}.")
         has_echo = bool(self.fields.get("echo", False))
         if not isinstance(num, int) or isinstance(num, bool) or num < (0 if has_echo else 1):
             raise RequestRefused(f"max_tokens must be an integer >= 1, or 0 with echo, got {num!r:.80}.")
@@ -148,12 +148,12 @@ def _choice(index: int, answer: TextAnswer) -> JsonObject:
 
 @dataclass(eq=False)
 class PolicyAccess:
-    """The policy behind a base_url of `OpenAIEndpoint`, in the place of an agent's session.
+    """The policy behind a base_url of `OpenAIEndpoint`, in place of an agent's session.
 
     Args:
-        engine: has been started and has weights. Its requests may come from any event loop.
-        renderer: of the policy's tokenizer, with the ids that end a turn.
-        sampling: with the policy's stop tokens; what requests leave out.
+        engine: an engine that has been started and has weights. It may be called from any event loop.
+        renderer: renders for the policy's tokenizer; knows the ids that end a turn.
+        sampling: the settings that requests leave out; includes the policy's stop tokens.
         max_tokens: the context: maximum length of prompt and completion together.
     """
 
@@ -178,7 +178,7 @@ class PolicyAccess:
         if request.has_echo and request.wants_logprobs and not self.engine.reads_prompts:
             raise RequestRefused(
                 f"{type(self.engine).__name__} does not return a prompt's most likely tokens, so echo with logprobs "
-                "needs LocalEngine. `lightrl serve --policy CHECKPOINT` has one."
+                "needs LocalEngine. `lightrl serve --policy CHECKPOINT` uses it."
             )
         tokenizer: Any = self.renderer.tokenizer
         prompts = [list(tokenizer(each).input_ids) if isinstance(each, str) else each for each in request.prompts]
@@ -186,7 +186,7 @@ class PolicyAccess:
         for ids in prompts:
             if len(ids) + min(1, request.max_new_tokens or 0) > self.max_tokens or not ids:
                 raise RequestRefused(
-                    f"A prompt of {len(ids)} tokens leaves none for an answer in the context of {self.max_tokens}.",
+                    f"A prompt of {len(ids)} tokens leaves no room for an answer in the context of {self.max_tokens}.",
                     code="context_length_exceeded",
                 )
             if request.has_echo and not all(each in vocabulary for each in ids):
@@ -194,7 +194,7 @@ class PolicyAccess:
         return EncodedPrompts(request, prompts)
 
     async def answer(self, encoded: EncodedRequest | EncodedPrompts) -> Answer:
-        """Waits for the engine and returns all choices, the later ones as siblings of the first."""
+        """Waits for the engine and returns the first choice, with the others as its `siblings`."""
         if isinstance(encoded, EncodedRequest):
             return await self._session(encoded.request).answer(encoded)
         choices = [ids for ids in encoded.prompts for _ in range(encoded.request.num_choices)]
@@ -262,7 +262,7 @@ class PolicyAccess:
         )
 
     def _prompt_logprobs(self, ids: list[int]) -> tuple[list[float | None], TopLogprobs]:
-        """Returns a logprob for each token but the first, at temperature 1, and that of the most likely token."""
+        """Returns each token's logprob and the most likely token's, at temperature 1; None for the first token."""
         if len(ids) == 1:
             return [None], [None]
         table = self.engine.log_probabilities(ids).float().cpu()  # [T - 1, V]

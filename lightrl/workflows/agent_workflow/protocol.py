@@ -34,7 +34,7 @@ _MAX_DEPTH = 100
 _MAX_CHOICES = 128  # the largest `n`, as in OpenAI's API
 _MAX_STOPS, _MAX_STOP_CHARS = 64, 1_000
 _MAX_SCHEMA_CHARS = 100_000
-_KEY_CHARS = 256  # longest content in a message's key; longer ones are hashed
+_KEY_CHARS = 256  # longest content in a message's key; longer content is hashed
 MODEL = "policy"
 IGNORABLE = ("tool_choice", "response_format")
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
@@ -80,7 +80,7 @@ class AgentRequest:
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
     hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
-    sampling: JsonMapping = field(default_factory=dict)  # set by evaluations; a run sets that of agents
+    sampling: JsonMapping = field(default_factory=dict)  # set by evaluations; for agents, the run's settings apply
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -90,7 +90,7 @@ class AgentRequest:
 
 @dataclass(frozen=True)
 class RequestPattern:
-    """Describes requests of an agent. A request matches if each pattern that is set is found in it.
+    """Describes requests of an agent. A request matches if it contains a match of each pattern that is set.
 
     Args:
         model: a regular expression for the model's name in the request, which may be an alias.
@@ -122,11 +122,11 @@ class RequestPattern:
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The workflow's settings about requests.
+    """The workflow's settings for requests.
 
     Args:
         models: the names under which agents may ask for the policy.
-        ignore: fields that have no effect, of `IGNORABLE`.
+        ignore: fields to ignore, from `IGNORABLE`.
         untrained: requests whose answers are not trained on.
         keeps_unsent_thinking: whether a conversation continues with thinking that the agent did not send back.
     """
@@ -171,7 +171,7 @@ class Exchange(ABC):
     Args:
         body: the request's JSON.
         rules: the workflow's settings.
-        items: output items of the session's responses, by id, to which later requests may refer; answers add theirs.
+        items: output items of the session's responses, by id, to which later requests may refer; answers add more.
 
     Raises:
         RequestRefused: if the request is malformed, or requests something that cannot be served.
@@ -251,7 +251,7 @@ class Exchange(ABC):
         return bool(self.fields.get("parallel_tool_calls", True)) and not is_disabled
 
     def tool_choice(self) -> tuple[bool, str | None]:
-        """Returns whether the policy may call tools, and the tool that it must call; "" for any tool."""
+        """Returns whether the policy may call tools, and which tool it must call: "" for any, None for none."""
         choice: Any = self.fields.get("tool_choice", "auto")
         kind = choice.get("type") if isinstance(choice, Mapping) else choice
         if kind in ("auto", "none"):
@@ -281,7 +281,7 @@ class Exchange(ABC):
         if kind not in ("json_object", "json_schema") or not isinstance(schema, Mapping):
             raise RequestRefused(f"A response format must be text, json_object or json_schema, got {form!r:.80}.")
         if problem := _schema_problem(json.dumps(schema)):
-            raise RequestRefused(f"The response format must have a JSON schema: {problem}.")
+            raise RequestRefused(f"The response format must have a valid JSON schema: {problem}.")
         return schema
 
     def stop_of(self, name: str) -> tuple[str, ...]:
@@ -289,7 +289,7 @@ class Exchange(ABC):
         value = self.fields.get(name, ())
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-            raise RequestRefused(f"{name} must be a text or a list of texts, got {value!r:.80}.")
+            raise RequestRefused(f"{name} must be a string or a list of strings, got {value!r:.80}.")
         if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in texts):
             limits = f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS:,} characters"
             raise RequestRefused(f"{name} must have {limits}, got {len(texts)} texts.")
@@ -327,7 +327,7 @@ def message_key(message: JsonMapping) -> MessageKey:
 
 
 def thinking_of(message: JsonMapping) -> str:
-    """Returns the thinking of an assistant's message, which may be in its text."""
+    """Returns the thinking of an assistant's message, even if it is part of the text."""
     thinking = message.get("reasoning_content") or split_thinking(content_text(message["content"]), has_opening=True)[0]
     return str(thinking).strip()
 
@@ -356,7 +356,7 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
         raise RequestRefused(f"A tool must have a name, got {name!r:.80}.")
     problem = _schema_problem(json.dumps(schema)) if schema is not None else None
     if problem is not None:
-        raise RequestRefused(f"The arguments of the tool {name!r:.80} must have a JSON schema: {problem}.")
+        raise RequestRefused(f"The arguments of the tool {name!r:.80} must have a valid JSON schema: {problem}.")
     parameters = {"type": "object", "properties": {}} if schema is None else schema
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
 
@@ -386,7 +386,7 @@ def text_of(content: object) -> str:
     parts = content_of(content)
     if isinstance(parts, str):
         return parts
-    raise RequestRefused("Only messages of users and results of tools may have images.")
+    raise RequestRefused("Only user messages and tool results may have images.")
 
 
 def content_of(content: object) -> str | list[JsonObject]:
@@ -417,7 +417,7 @@ def _part_of(part: object) -> JsonObject:
                 url = source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}"
             if isinstance(url, str) and url.startswith("data:"):  # a path would read this machine's files
                 return {"type": "image", "image": url}
-            raise RequestRefused(f"An image must be in the request, in base64, got {part!s:.120}.")
+            raise RequestRefused(f"An image must be part of the request, in base64, got {part!s:.120}.")
         if kind == "document" and isinstance(source, Mapping) and source.get("type") in ("text", "content"):
             inner = source.get("data") if source["type"] == "text" else source.get("content")
             return {"type": "text", "text": text_of(inner)}
@@ -427,7 +427,7 @@ def _part_of(part: object) -> JsonObject:
 
 
 def _text_of_file(part: JsonMapping) -> str:
-    """Returns the text of a file in base64; refuses other files."""
+    """Returns the text of a text file in base64; refuses other files."""
     inner = next(each for each in (part.get("file"), part.get("source"), part) if isinstance(each, Mapping))
     name, data = (str(inner.get(key, "")) for key in ("filename", "data" if "data" in inner else "file_data"))
     head, _, encoded = data.rpartition(",")
@@ -454,7 +454,7 @@ def sealed(reasoning: str) -> str:
 
 
 def unsealed(text: object) -> str:
-    """Decodes the result of `sealed`; returns an empty text for any other text."""
+    """Decodes the result of `sealed`; returns an empty string for any other text."""
     try:
         return base64.b64decode(str(text), validate=True).decode()
     except ValueError:

@@ -61,7 +61,7 @@ class ResponsesExchange(Exchange):
         for item in items:
             _add_item(messages, self._referred(item))
         if not messages:
-            raise RequestRefused("input must be a text, or a list with at least one item.")
+            raise RequestRefused("input must be text, or a list with at least one item.")
         return AgentRequest(
             with_one_system_message(messages),
             tools if may_call else [],

@@ -11,7 +11,7 @@ has rewritten history, started another conversation, or sent the same request tw
 All rows are trained on, as one trajectory that contains the tokens of a shared prefix only once (`Trajectory.rows`).
 Every answer is a new sample: a request that is sent twice gets two completions.
 
-A stop text ends an answer with the token that completes it. The tokens up to there train; later ones are forgotten.
+A stop text ends an answer at the token that completes it. Tokens up to there are trained on; later ones are discarded.
 
 A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
 not see. After three such turns in a row, the agent gets the text unchanged.
@@ -80,10 +80,10 @@ class _Snapshot:
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
     thinking: list[str]  # one text per message of the policy; the answer's is the last
-    answer_id: str  # the request's id; later choices append their number
+    answer_id: str  # the request's id; for choices after the first, followed by their index
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
-    num_row_tokens: int  # all tokens; 0 if it does not train, or a longer conversation that trains continues it
+    num_row_tokens: int  # all tokens; 0 if not trained on, or if a longer conversation that is trained on continues it
     parent: _Snapshot | None
 
 
@@ -101,7 +101,7 @@ class EncodedRequest:
 
     @property
     def row(self) -> _Snapshot | None:
-        """The conversation's last answer that trains, if its row can be continued; None if the request adds a row."""
+        """The latest trained answer that the request continues, if that answer ends its row; None to add a row."""
         last = self.parent
         while last is not None and not last.is_trained:
             last = last.parent
@@ -127,11 +127,11 @@ class AgentSession:
         self._snapshots: list[_Snapshot] = []
         # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
-        # The same for answers with the stop text that ended them, which some agents write back.
+        # The same for answers followed by the stop text that ended them, which some agents send back.
         self._stopped_keys: dict[tuple[object, ...], list[MessageKey]] = {}
         self._pending: dict[asyncio.Task[Completion], EncodedRequest] = {}
         self._num_forwarded = 0
-        self._num_tokens = 0  # of all rows
+        self._num_tokens = 0  # in all rows
         self.items: dict[str, JsonObject] = {}  # output items of responses, by id
         self._is_closed = False
 
@@ -139,9 +139,8 @@ class AgentSession:
         """Encodes a request.
 
         Raises:
-            RequestRefused: if the session is over, the chat template fails on the request, the policy cannot read its
-                images, or it sets a constraint that cannot be written. If the template rewrites history, `failure` is
-                set too.
+            RequestRefused: if the session is over, the chat template fails on the request, the policy cannot read the
+                images, or the constraint is impossible. If the template rewrites history, `failure` is set too.
         """
         with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
             keys: list[MessageKey] = []
@@ -170,7 +169,7 @@ class AgentSession:
             return EncodedRequest(request, conversation, keys, len(token_ids), parent, grammar)
 
     async def answer(self, encoded: EncodedRequest) -> Answer:
-        """Waits for the engine and returns the policy's answers, the later ones as siblings of the first.
+        """Waits for the engine and returns the policy's first answer, with the others as its `siblings`.
 
         On cancellation, the engine drops the completions.
 
@@ -206,35 +205,34 @@ class AgentSession:
 
     @property
     def has_answers(self) -> bool:
-        """Whether the policy gave an answer that trains."""
+        """Whether the policy gave an answer that is trained on."""
         return any(snapshot.is_trained for snapshot in self._snapshots)
 
     def trajectory(
         self, reward: float | None, *, rewards: Mapping[str, float] | None = None, is_truncated: bool = False
     ) -> Trajectory:
-        """Returns all requests and answers as one trajectory, without answers that are not trained.
+        """Returns all requests and answers as one trajectory, without answers that are not trained on.
 
         Args:
             reward: the agent's reward, placed on the last token; None without `rewards` leaves `Trajectory.rewards`
                 unset.
             rewards: more rewards, by an answer's id, each placed on the answer's last token.
-            is_truncated: whether a limit ended the agent, not only refused a request.
+            is_truncated: whether a limit ended the agent, rather than only refusing a request.
 
         Raises:
-            RolloutError: if the agent sent no request that trains, there is no answer for a reward, or several rows
-                have images.
+            RolloutError: if no answer is trained on, a reward's answer does not exist, or several rows have images.
         """
         trained = [snapshot for snapshot in self._snapshots if snapshot.is_trained]
         if not trained:
             raise RolloutError(
-                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy that trains. It must "
+                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy to train on. It must "
                 "use the base_url and api_key that it gets, and untrained must not match all of its requests."
             )
         joined, num_rows, last_turns = _join(trained)
         if num_rows > 1 and any(map(_has_images, (one.conversation for one in trained))):
             raise RolloutError(
-                f"The answers to prompt {self.prompt.id!r} are in {num_rows} rows and have images, which the trainer "
-                "reads only in one row. Let the agent continue the conversation that has the images."
+                f"The answers to prompt {self.prompt.id!r} are in {num_rows} rows and have images, but the trainer "
+                "supports images only in a single row. Let the agent continue the conversation that has the images."
             )
         num_turns = len(joined.turns)
         turn_rewards = [0.0] * num_turns
@@ -243,8 +241,8 @@ class AgentSession:
         for answer_id, value in (rewards or {}).items():
             if _bare_id(answer_id) not in turn_of:
                 raise RolloutError(
-                    f"The agent rewards the answer {answer_id!r:.80} of prompt {self.prompt.id!r}, but the policy gave "
-                    "no such answer that trains. Use the ids of its responses."
+                    f"The agent rewards the answer {answer_id!r:.80} of prompt {self.prompt.id!r}, but no answer that "
+                    "is trained on has this id. Use the ids of the policy's responses."
                 )
             turn_rewards[turn_of[_bare_id(answer_id)]] += value
         trajectory = joined.trajectory(
@@ -301,7 +299,7 @@ class AgentSession:
             if not errors:
                 break
             parsed = parse_text(text)
-            if stopped_by is not None:  # within the call
+            if stopped_by is not None:  # the stop text is inside the call
                 break
             corrected = conversation.copy()
             observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
@@ -334,10 +332,10 @@ class AgentSession:
             self._stopped_keys.setdefault(written_back, []).append(key)
         thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
         keys, tools, parent = [*encoded.keys, key], request.tools, encoded.parent
-        if is_trained and (row := encoded.row) is not None:  # this conversation replaces its row
+        if is_trained and (row := encoded.row) is not None:  # this conversation replaces the row
             self._num_tokens -= row.num_row_tokens
             row.num_row_tokens = 0
-        if parent is not None:  # and shares what it repeats
+        if parent is not None:  # share what the parent already stores
             conversation.compact(parent.conversation)
             keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
         snapshot = _Snapshot(
@@ -375,7 +373,7 @@ class AgentSession:
         return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
-        """Refuses a request beyond a limit of the agent; counts those that wait for the engine too."""
+        """Refuses a request beyond one of the agent's limits; requests that wait for the engine count too."""
         self._check_limit("requests", self._num_requests, "answers")
         num_turns = [role for role, _, _ in encoded.keys].count("assistant")
         self._check_limit("turns", num_turns, "answers in one conversation")
@@ -393,8 +391,8 @@ class AgentSession:
         conversations = [row.conversation for row in rows] + [one.conversation for one in (*pending, encoded)]
         if num_then > 1 and any(map(_has_images, conversations)):
             raise RequestRefused(
-                "The trainer reads images only if all answers are in one row. Continue the conversation that has the "
-                "images, with one request at a time and without n, or let untrained match other requests.",
+                "The trainer supports images only if all answers are in one row. Continue the conversation that has "
+                "the images, one request at a time and without n, or let untrained match the other requests.",
                 code="images_in_rows",
             )
         if num_then > num_rows:
@@ -410,7 +408,7 @@ class AgentSession:
             raise self._limit_exceeded(name, number, what)
 
     def _key_of(self, message: JsonObject, before: list[MessageKey]) -> MessageKey:
-        """Returns a message's key, given those before it."""
+        """Returns a message's key, given the keys of the messages before it."""
         identity = _identity(message)
         if identity in self._keys:
             return self._keys[identity]
@@ -422,7 +420,7 @@ class AgentSession:
         return key
 
     def _take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
-        """Returns messages without their images, and the images; none is decoded if they have too many pixels."""
+        """Returns messages without their images, and the images; refuses too many images or pixels before decoding."""
         contents = [message["content"] for message in messages if isinstance(message["content"], list)]
         images = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
         if self.renderer.image_reader is not None:
@@ -433,13 +431,13 @@ class AgentSession:
             if len(images) > _MAX_IMAGES or (num_pixels := sum(map(math.prod, sizes))) > _MAX_PIXELS:
                 number = f"{len(images)} images" if len(images) > _MAX_IMAGES else f"{num_pixels:,} pixels"
                 raise RequestRefused(
-                    f"The new messages have {number}, but at most {_MAX_IMAGES} images of together {_MAX_PIXELS:,} "
-                    "pixels are read. Send fewer or smaller images."
+                    f"The new messages have {number}, but at most {_MAX_IMAGES} images with {_MAX_PIXELS:,} pixels in "
+                    "total are supported. Send fewer or smaller images."
                 )
         return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `encode`; long messages and images use a thread and do not block other sessions."""
+        """Calls `encode` and returns its result; uses a thread for long messages and images, so that others go on."""
         contents = [message["content"] for message in request.messages]
         has_images = any(isinstance(content, list) for content in contents)
         if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:
@@ -450,7 +448,7 @@ class AgentSession:
         return encoded
 
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Snapshot | None:
-        """Returns the longest conversation that a request continues; prefers equal call ids, then later ones."""
+        """Returns the longest conversation that a request continues; call ids, thinking and recency break ties."""
         ids = [_identity(message) for message in request.messages]
         thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
         parents = [
@@ -469,11 +467,11 @@ class AgentSession:
         return max(parents, key=likeness, default=None)
 
     def _num_other_tokens(self, encoded: EncodedRequest) -> int:
-        """Returns the number of tokens in all rows but the one that this request continues."""
+        """Returns the number of tokens in all rows except the one that this request continues."""
         return self._num_tokens - (0 if encoded.row is None else encoded.row.num_row_tokens)
 
     async def _request_completion(self, encoded: EncodedRequest, conversation: Conversation) -> Completion:
-        """Returns the policy's completion of a conversation, which may be longer than the request."""
+        """Returns the policy's completion of a conversation: the request's, or a longer one after corrections."""
         request, token_ids = encoded.request, conversation.token_ids
         if len(token_ids) >= self.max_tokens:
             self.exceeds_limit = True
@@ -498,7 +496,7 @@ class AgentSession:
             raise _session_over()
         try:
             completion = task.result()
-        # The engine refuses ids outside the vocabulary and more tokens than the context, its server a bad grammar.
+        # The engine refuses ids outside the vocabulary or beyond the context; its server refuses a bad grammar.
         except (ValueError, ServerRefused) as error:
             if isinstance(error, ServerRefused) and not (encoded.grammar and error.status == 400):
                 raise
@@ -506,7 +504,7 @@ class AgentSession:
             raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
-        left = self._num_tokens_left(encoded, conversation)  # other answers may have come meanwhile
+        left = self._num_tokens_left(encoded, conversation)  # other answers may have arrived meanwhile
         if left < 1:
             used = self._num_other_tokens(encoded) + len(token_ids)
             raise self._limit_exceeded("total_tokens", used, "tokens in all its rows")
@@ -534,7 +532,7 @@ def cut_completion(completion: Completion, num: int, finish_reason: FinishReason
 
 
 def _find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
-    """Returns where the first stop text begins after the thinking, and that text; -1 and None without one."""
+    """Returns where the first stop text after the thinking begins, and that text; -1 and None if there is none."""
     thought = LEADING_THOUGHTS.match(text)
     start = 0 if thought is None else thought.end()
     return min(((at, stop) for stop in stops if (at := text.find(stop, start)) >= 0), default=(-1, None))

@@ -57,8 +57,8 @@ class AgentWorkflow(Workflow):
     the last token: with `reward: lightrl.rewards.environment_reward` it is the reward; any other reward function
     replaces it. None leaves `Trajectory.rewards` unset.
 
-    The trajectory is dropped and counted if the function raises, hangs, returns no number or sends no request, or if
-    the program fails. `Trajectory.workspace` is the folder that a program leaves for the reward.
+    The trajectory is dropped and counted if the function raises, hangs, sends no request or returns something that is
+    not a number or None, or if the program fails. `Trajectory.workspace` is a program's folder, kept for the reward.
 
     Args:
         tokenizer: the policy's tokenizer.
@@ -71,25 +71,25 @@ class AgentWorkflow(Workflow):
         environment: more environment variables for the program, which inherits only PATH from this process.
             `{env:NAME}` is a variable of this process, for secrets.
         readable: more files and folders that the program may read.
-        network: `none`, `allow` (this machine's), or hosts that the program may reach through an HTTP proxy.
-        limits: of one agent.
+        network: `none`, `allow` (this machine's network), or hosts that the program may reach through an HTTP proxy.
+        limits: limits of one agent.
         agent_timeout_s: deadline of one call of the function, or of one run of the program; a row's column of this name
-            replaces it.
+            overrides it.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
-        max_tokens: maximum number of tokens in a conversation; the model's context by default, which it cannot exceed.
-            A longer request is refused (`context_length_exceeded`), and the trajectory is truncated.
-        models: more names of models that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each is
-            `policy` or a `FrozenModel`, whose answers do not train.
-        untrained: patterns of requests whose answers do not train, such as `[{system: "Write a title"}, {tools: ^$}]`.
-        ignore: fields of requests that have no effect: `tool_choice`, if it forces a call, and `response_format` (all
-            protocols' JSON schemas). Otherwise they constrain the policy, and are refused if the engine has no grammar.
-        unsent_thinking: `keep` continues a conversation with thinking that the agent does not send back; `drop` begins
-            a new branch without it, which the policy reads after training too, at the cost of more rows.
-        endpoint_host: an address of this machine that agents can reach. Others than 127.0.0.1 are for agents in
-            containers and on other machines; requests are not encrypted.
-        truncated_reward: the reward if the agent raises because of such a refusal.
-        failed_reward: the reward if the agent raises, or its program fails, after an answer of the policy; None drops
-            the trajectory. If bad answers make agents fail, dropping hides from the policy that they are bad.
+        max_tokens: maximum number of tokens in a conversation; at most, and by default, the model's context. A longer
+            request is refused (`context_length_exceeded`), and the trajectory is truncated.
+        models: more model names that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each stands
+            for `policy` or for a `FrozenModel`, whose answers are not trained on.
+        untrained: patterns of requests whose answers are not trained on: `[{system: "Write a title"}, {tools: ^$}]`.
+        ignore: request fields to ignore: `tool_choice`, if it forces a call, and `response_format` (the JSON schemas of
+            all protocols). Otherwise they constrain the policy, or are refused if the engine has no grammar.
+        unsent_thinking: `keep` continues a conversation with the thinking that the agent does not send back; `drop`
+            starts a new branch without it, as the policy will read it after training, at the cost of more rows.
+        endpoint_host: an address of this machine that agents can reach. Use one other than 127.0.0.1 for agents in
+            containers or on other machines; requests are not encrypted.
+        truncated_reward: the reward if the agent fails after a request beyond `max_tokens` or `limits` was refused.
+        failed_reward: the reward if the agent raises, or its program fails, after the policy has answered; None drops
+            the trajectory. If bad answers make agents fail, dropping the trajectory hides that from the policy.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
         renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
@@ -157,7 +157,7 @@ class AgentWorkflow(Workflow):
         frozen = {name: model for name, model in names.items() if isinstance(model, FrozenModel)}
         if unknown := names.keys() - {*aliases, *frozen}:
             name = min(unknown)
-            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model's url.")
+            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model with a url.")
         policy_names = (*dict.fromkeys([MODEL, *aliases]),) if MODEL not in frozen else (*aliases,)
         self.rules = RequestRules(policy_names, ignore, untrained, unsent_thinking == "keep")
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents, host=endpoint_host, frozen=frozen)
@@ -181,7 +181,7 @@ class AgentWorkflow(Workflow):
                 f"endpoint_host={host!r} must be the address at which agents reach this machine, since it is part of "
                 "their base_url. For Docker's containers it is 172.17.0.1 by default."
             )
-        if command is not None and network != "allow":  # the guard passes connections on from inside
+        if command is not None and network != "allow":  # the guard forwards connections
             check_effect("with command, unless network is allow,", endpoint_host=(host, LOOPBACK))
         check_choice(("keep", "drop"), unsent_thinking=settings.get("unsent_thinking") or "keep")
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
@@ -195,8 +195,8 @@ class AgentWorkflow(Workflow):
         """
         if prompt.images:
             raise RolloutError(
-                f"Prompt {prompt.id!r} has images, but an agent sends its own. Rename the column of images: the agent "
-                "finds it in prompt.fields."
+                f"Prompt {prompt.id!r} has images, but an agent sends its own. Rename the image column, so that the "
+                "agent finds it in prompt.fields."
             )
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
@@ -237,7 +237,7 @@ class AgentWorkflow(Workflow):
             returned = running.result()
         except RolloutError as error:
             left = error.result if isinstance(error, AgentFailed) else AgentResult()
-            # A program's own failure is the policy's; that of the guard around it is not.
+            # A program's failure counts as the policy's; a failure of the guard around it does not.
             is_own = isinstance(error, AgentFailed) if self.is_program else not isinstance(error, CallTimeout)
             if is_own and session.exceeds_limit:
                 return replace(left, reward=self.truncated_reward, is_truncated=True)

@@ -204,19 +204,19 @@ class Conversation:
         return other
 
     def compact(self, before: Conversation) -> None:
-        """Keeps only what this conversation adds to `before`, a copy of which it continues; both stay readable.
+        """Stores only what this conversation adds to `before`, from which it was copied; both stay readable.
 
-        So the answers of a long conversation need memory for each token once, though each can be continued. Columns of
-        earlier tokens become those of `before`, which `add_branch` keeps too.
+        Thus the snapshots of a long conversation store each token only once, although each can be continued. Earlier
+        tokens then have the columns of `before`, as after `add_branch`.
         """
         num, total = before.turns[-1].end, self.turns[-1].end
         added: dict[str, Any] = {
             name: TokenArray.joined([getattr(self, name)[num:]], column.code, as_runs=column.as_runs)
             for name, column in _PER_TOKEN.items()
         }
-        columns = cut(self.columns, total, num, total)  # slices, each of which holds the whole array
+        columns = cut(self.columns, total, num, total)  # slices, which keep the whole array in memory
         added["columns"] = {name: TokenArray.of_stored(*part.stored, part.code) for name, part in columns.items()}
-        if self.text.startswith(before.text):  # a template may change whitespace
+        if self.text.startswith(before.text):  # False if the template changed whitespace
             added["text"] = self.text[len(before.text) :]
         for name in added:
             delattr(self, name)
@@ -308,7 +308,7 @@ class Conversation:
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
-        """Appends another conversation's tokens from `start` on, to follow token `last` of this one (-1: no token).
+        """Appends another conversation's tokens from `start` on; they continue token `last` of this one (-1: no token).
 
         After this call, only `trajectory` may be called.
         """

@@ -35,7 +35,7 @@ _MAX_CHARS = 4_000_000  # per observation, which is encoded on the rollout's eve
 
 
 class Environment(ABC):
-    """The other side of one conversation; each trajectory gets a new one, so it may keep state in `self`.
+    """The other side of one conversation. Each trajectory gets a new instance, which may keep state in `self`.
 
     Every method may be async; a sync method runs in a thread, so it may block. The workflow's `step_timeout_s` bounds
     each call. A call that raises or hangs drops its trajectory, and the drop is counted.
@@ -55,7 +55,7 @@ class Environment(ABC):
         return None
 
     def load_state_dict(self, prompt: Prompt, state: JsonObject) -> None:
-        """Restores the state of a new environment instead of repeating the calls; `close` is called as usual."""
+        """Restores this state in a new environment, instead of repeating the calls; `close` is called as usual."""
         raise NotImplementedError(f"{type(self).__name__} overrides state_dict but not load_state_dict.")
 
     def reset(self, prompt: Prompt) -> Observation | Awaitable[Observation]:
@@ -111,8 +111,8 @@ class CheckedStep:
         number = finite_number(reward)
         if number is None or not hasattr(type(done), "__bool__"):
             raise RolloutError(
-                f"{name}.step must return (observation, reward, done) with a finite number up to 1e15 and True or "
-                f"False, got reward={reward!r:.200} and done={done!r:.200}."
+                f"{name}.step must return (observation, reward, done), with a finite number up to 1e15 as reward and "
+                f"True or False as done, got reward={reward!r:.200} and done={done!r:.200}."
             )
         messages = as_messages(observation, f"{name}.step")
         if not messages and not done:

@@ -50,7 +50,7 @@ class MultiTurn(Workflow):
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new environment for each trajectory.
         max_turns: maximum number of policy turns in one trajectory.
-        max_tokens: maximum number of tokens in the trajectory; the model's context by default, which it cannot exceed.
+        max_tokens: maximum number of tokens in the trajectory; at most, and by default, the model's context.
         discount: a reward is multiplied by this factor once for each earlier turn.
         truncated_reward: the reward of a completion that was cut off; the environment does not see that completion.
         time_limit_s: time limit of one trajectory. When it expires, an unfinished completion is discarded, and a
@@ -149,7 +149,7 @@ class MultiTurn(Workflow):
             conversation.add_observation(observed)
         if not rewards:
             raise RolloutError(
-                f"Prompt {prompt.id!r} finished no turn within time_limit_s={self.time_limit_s:g} and "
+                f"No turn of prompt {prompt.id!r} finished within time_limit_s={self.time_limit_s:g} and "
                 f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)} tokens). Increase a "
                 "limit, or shorten the prompt."
             )

@@ -215,7 +215,7 @@ class ToolServer(ABC):
         """Calls a tool.
 
         Raises:
-            RolloutError: if the server failed. It must have no cause; it drops the trajectory.
+            RolloutError: if the server failed, which drops the trajectory; raise it without a cause.
             ValueError: if the tool failed; the policy reads the message.
         """
 
@@ -498,5 +498,5 @@ def python(code: str) -> str:
         _idle_sandboxes.put(sandbox)
     shown = "\n".join(text.strip() for text in (run.stdout, run.stderr) if text.strip())
     if run.stopped_by is not None:
-        raise ValueError(f"the program was stopped by its limit of {run.stopped_by}; it printed: {shown}")
+        raise ValueError(f"the program was stopped by its {run.stopped_by} limit; it printed: {shown}")
     return shown or "(nothing was printed)"

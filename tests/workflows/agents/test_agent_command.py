@@ -238,7 +238,7 @@ if os.fork() == 0:
 @pytest.mark.extra
 def test_a_program_that_forks_without_end_is_stopped() -> None:
     program = "import time\nfor _ in range(1100):\n    if os.fork() == 0:\n        time.sleep(97533)\ntime.sleep(97533)"
-    with pytest.raises(RolloutError, match=r"(was stopped by its limit of processes|exited: 1\..*BlockingIOError)"):
+    with pytest.raises(RolloutError, match=r"(was stopped by its processes limit|exited: 1\..*BlockingIOError)"):
         play(workflow_of(program))
 
 
@@ -429,7 +429,7 @@ def test_a_console_script_finds_the_interpreter_that_its_first_line_names(
     ("text", "mode", "message"),
     [
         ("#!/no/such/python\n", 0o755, "/no/such/python, the interpreter in the first line of .*mini, does not exist"),
-        ("print(1)\n", 0o755, "mini is no program and has no #! line"),
+        ("print(1)\n", 0o755, "mini is not a program and has no #! line"),
         ("#!\n", 0o755, "mini has an empty #! line"),
         ("#!{tmp}/not-executable\n", 0o755, "not-executable, the interpreter in .*, is not executable"),
     ],

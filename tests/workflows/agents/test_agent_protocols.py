@@ -411,13 +411,13 @@ def test_a_key_opens_its_own_session_and_no_other() -> None:
         pytest.param({"model": "gpt-4"}, "There is no model 'gpt-4'. The policy's name is 'policy'", id="a model"),
         pytest.param(
             {"tools": [{**MESSAGES_TOOL, "input_schema": {"type": "objekt"}}]},
-            "The arguments of the tool 'add' must have a JSON schema: 'objekt' is not valid",
+            "The arguments of the tool 'add' must have a valid JSON schema: 'objekt' is not valid",
             id="a schema",
         ),
         pytest.param({"tools": [{"input_schema": SCHEMA}]}, "A tool must have a name, got None", id="a nameless tool"),
         pytest.param({"tool_choice": {"type": "any"}}, "requires a call, but the tools are", id="no tool to call"),
         pytest.param({"tool_choice": {"type": "most"}}, "tool_choice must be auto, none, required", id="a choice"),
-        pytest.param({"stop_sequences": [1]}, "stop_sequences must be a text or a list", id="stop texts"),
+        pytest.param({"stop_sequences": [1]}, "stop_sequences must be a string or a list", id="stop texts"),
         pytest.param({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0", id="no tokens"),
         pytest.param({"messages": []}, "at least one message", id="no messages"),
         pytest.param(
@@ -448,7 +448,7 @@ def test_what_messages_cannot_serve_drops_the_trajectory_with_its_reason(setting
         pytest.param({"model": "gpt-4"}, "There is no model 'gpt-4'", id="a model"),
         pytest.param({"previous_response_id": "resp_1"}, "nothing is stored", id="a stored response"),
         pytest.param({"text": {"format": {"type": "json_object"}}}, "does not support grammars", id="a format"),
-        pytest.param({"sent": []}, "input must be a text, or a list with at least one item", id="no input"),
+        pytest.param({"sent": []}, "input must be text, or a list with at least one item", id="no input"),
         pytest.param(
             {"sent": [{"type": "item_reference", "id": "x"}]},
             "No response of this session has the item 'x'",

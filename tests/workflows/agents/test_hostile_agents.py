@@ -307,7 +307,7 @@ def test_names_of_hosts_match_as_wholes_and_an_own_address_only_by_itself(monkey
             proxy.connect(host, port)
     for address in ("127.0.0.1", "169.254.169.254", "::1", "::ffff:127.0.0.1", "0.0.0.0", "fe80::1"):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, found=address, **__: [(0, 0, 0, "", (found, 443))])
-        with pytest.raises(PermissionError, match="is this machine or its link"):
+        with pytest.raises(PermissionError, match="resolves to this machine or a link-local address"):
             proxy.connect("a.example.com", 443)
     for text in ("http://pypi.org", "a b", "user@pypi.org", "pypi.org/simple", "", "*", "pypi.org:port"):
         with pytest.raises(ValueError, match=r"is not a host|port"):
@@ -398,14 +398,14 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Set a variable of environment"),
+        ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Pass it in environment instead"),
         ({"environment": {"A": "{env:LIGHTRL_NO_SUCH}"}}, "environment has A: .*LIGHTRL_NO_SUCH is not set"),
-        ({"readable": ["/no/such"]}, "readable has '/no/such', which must be a file or folder that exists"),
+        ({"readable": ["/no/such"]}, "readable has '/no/such', which must be an existing file or folder"),
         ({"readable": ["/"]}, "readable has '/', which must be"),
         ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
-        ({"readable": ["~"]}, "readable has '~', which opens all of your home. Name the folders"),
-        ({"readable": ["~/../me/."]}, "which opens all of your home"),
-        ({"readable": ["~/.."]}, "which opens all of your home"),
+        ({"readable": ["~"]}, "readable has '~', which exposes your home. Name only the folders"),
+        ({"readable": ["~/../me/."]}, "which exposes your home"),
+        ({"readable": ["~/.."]}, "which exposes your home"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},
@@ -429,13 +429,13 @@ def test_settings_that_open_too_much_or_cannot_work_are_refused(
     ("program", "limits", "message"),
     [
         ("data = bytearray(400 << 20)\nimport time; time.sleep(600)", {"memory_mib": 150},
-         r"was stopped by its limit of memory \(limits.memory_mib=150\)"),
+         r"was stopped by its memory limit \(limits.memory_mib=150\)"),
         ("import time\nfor n in range(40): open(str(n), 'wb').write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20},
-         r"was stopped by its limit of disk \(limits.disk_mib=20\)"),
+         r"was stopped by its disk limit \(limits.disk_mib=20\)"),
         ("import time\nfiles = []\nfor n in range(40):\n    files.append(open('f', 'wb', 0)); os.unlink('f')\n"
-         "    files[-1].write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20}, "was stopped by its limit of disk"),
+         "    files[-1].write(bytes(1 << 20))\ntime.sleep(600)", {"disk_mib": 20}, "was stopped by its disk limit"),
         ("for n in range(150): os.mkdir('x' * 200); os.chdir('x' * 200)\nimport time; time.sleep(600)",
-         {"disk_mib": 20}, "was stopped by its limit of disk"),
+         {"disk_mib": 20}, "was stopped by its disk limit"),
         ("open('f', 'wb').write(bytes(30 << 20))", {"disk_mib": 20}, "because a file reached limits.disk_mib=20"),
         ("for n in range(100):\n    if os.fork() == 0:\n        import time; time.sleep(600)", {"processes": 30},
          r"limits.processes=30"),

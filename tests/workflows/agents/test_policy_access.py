@@ -133,13 +133,13 @@ def test_a_stop_text_ends_a_completion_and_its_tokens() -> None:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ({"prompt": ""}, "prompt must be a text"),
-        ({"prompt": [[5], []]}, "prompt must be a text"),
+        ({"prompt": ""}, "prompt must be text"),
+        ({"prompt": [[5], []]}, "prompt must be text"),
         ({"max_tokens": 0}, "max_tokens must be an integer >= 1, or 0 with echo"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": -1}, "temperature must be >= 0"),
         ({"logprobs": 5}, "logprobs=5 is not supported"),
-        ({"prompt": [5] * 64}, "leaves none for an answer in the context of 64"),
+        ({"prompt": [5] * 64}, "leaves no room for an answer in the context of 64"),
         ({"echo": True, "logprobs": 1}, "FakeEngine does not return a prompt's most likely tokens"),
         ({"model": "other"}, "There is no model 'other'"),
     ],

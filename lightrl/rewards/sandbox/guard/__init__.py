@@ -5,7 +5,7 @@ from stdin and writes one JSON reply per line to stdout. When its stdin closes, 
 ended, it kills the program and exits.
 
     guard ──fork──► starter: makes the namespaces, forks, exits
-                       └──fork──► keeper: first process of the pid namespace, watches number and memory of processes
+                       └──fork──► keeper: first process of the pid namespace, watches the processes' number and memory
                                      └──fork──► program: drops its privileges one by one, then executes Python
 
 When the keeper dies, Linux kills its whole namespace; without namespaces the guard, which inherits all orphans

@@ -20,7 +20,7 @@ from typing import Any
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _NEWUTS = 0x04000000
 MS_NOSUID_NODEV, MS_BIND_REC, _MS_REC_PRIVATE = 0b0110, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
-MS_READ_ONLY_BIND = MS_NOSUID_NODEV | 0b1 | (1 << 5) | (1 << 12)  # of a mount that exists
+MS_READ_ONLY_BIND = MS_NOSUID_NODEV | 0b1 | (1 << 5) | (1 << 12)  # for an existing mount
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 1, 4, 8, 22, 28
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
 _CAP_SETUID = 7
@@ -80,8 +80,8 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
     """Sets resource limits.
 
     Args:
-        counts_all_of_user: the limit on processes also counts those outside the sandbox.
-        bounds_reserved: reserved memory is bounded too; Node and Java reserve far more than they use.
+        counts_all_of_user: whether the limit on processes also counts those outside the sandbox.
+        bounds_reserved: whether reserved memory is bounded too; Node and Java reserve far more than they use.
     """
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
@@ -210,7 +210,7 @@ def drop_privileges(private_uid: int | None, needs_read_right: bool) -> None:
 
     Args:
         private_uid: None keeps the user.
-        needs_read_right: the interpreter is in a folder like /root; Landlock limits what else can be read.
+        needs_read_right: whether the interpreter is in a folder like /root; Landlock limits what else can be read.
     """
     if private_uid is not None:
         _change_user(private_uid, needs_read_right)
@@ -264,11 +264,11 @@ def landlock_version() -> int:
 
 
 def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: int | None) -> int:
-    """Allows only reads below `readable` and writes below `writable`; Landlock 4 also bans TCP, 6 signals to others.
+    """Allows only reads below `readable` and writes below `writable`; bans TCP (Landlock 4+), outgoing signals (6+).
 
     Args:
-        no_tcp: what is banned: `BIND_TCP`, `CONNECT_TCP`, both or 0.
-        port: the port of an agent's endpoint, which stays allowed; an agent also gets terminals.
+        no_tcp: the TCP operations to ban: `BIND_TCP`, `CONNECT_TCP`, both or 0.
+        port: the port of an agent's endpoint, which stays allowed; an agent may also use terminals.
 
     Returns:
         Landlock's version, 0 if it is not in force.
@@ -309,8 +309,8 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
 def refuse_calls(counts_shared_memory: bool) -> bool:
     """Installs a seccomp filter that refuses (EPERM) `_REFUSED_CALLS` and a clone with a user namespace.
 
-    Without a cgroup, nothing counts shared memory without a file, which persists after it is unmapped. The filter then
-    refuses to map it.
+    Shared memory without a file persists after it is unmapped, and only a cgroup counts it. Without a cgroup, the
+    filter refuses to map it.
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
@@ -327,7 +327,7 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
 
 
 def refuse_file_handles() -> bool:
-    """Installs a filter that refuses open_by_handle_at: with the right to read all files, Landlock may not see it."""
+    """Installs a filter that refuses open_by_handle_at, which may bypass Landlock with the right to read all files."""
     if platform.machine() not in _REFUSED_CALLS:
         return False
     return _install_filter((_OPEN_BY_HANDLE_AT[platform.machine()],), [])

@@ -94,7 +94,7 @@ def overuse(limits: Json, group: Path | None) -> str | None:
 class Disk:
     """The files of a folder, whose sizes are added up about once a second, or less often if there are many.
 
-    Deleted files count as long as a process has them open; a program can exceed the bound until the next look.
+    Deleted files count as long as a process has them open; a program can exceed the bound until the next check.
     """
 
     def __init__(self, folder: str, max_mib: int) -> None:
@@ -115,7 +115,7 @@ class Disk:
 
 
 def _add_sizes(folder: str, size_of: dict[tuple[int, int], int]) -> bool:
-    """Adds the sizes of a folder's files by device and number; returns whether a part cannot be read."""
+    """Adds the sizes of a folder's files by device and inode number; returns whether a part cannot be read."""
     waiting = [folder]
     while waiting:
         try:

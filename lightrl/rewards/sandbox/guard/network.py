@@ -69,7 +69,7 @@ def send_ports(relay: int, port: int, *, has_proxy: bool) -> int | None:
 
 
 def proxy_environment(port: int) -> Mapping[str, str]:
-    """Returns the variables by which programs find the proxy."""
+    """Returns the environment variables that tell programs where the proxy is."""
     url = f"http://{_HOST}:{port}"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
     direct = dict.fromkeys(("NO_PROXY", "no_proxy"), f"{_HOST},localhost")
@@ -77,7 +77,7 @@ def proxy_environment(port: int) -> Mapping[str, str]:
 
 
 class Proxy:
-    """An HTTP proxy that connects only to these hosts, and knows no more of what passes than their names and ports.
+    """An HTTP proxy that connects only to these hosts, and checks only their names and ports.
 
     Args:
         hosts: each `name`, `name:port`, or `*.name` for all names below it; without a port, 80 and 443.
@@ -111,7 +111,8 @@ class Proxy:
         """Connects to a host; raises PermissionError if it is not allowed."""
         if not any(_matches(host, port, *allowed) for allowed in self.allowed):
             raise PermissionError(f"{host}:{port} is not among the hosts of the workflow's setting `network`.")
-        problem: OSError = PermissionError(f"{host} is this machine or its link, which only its address can allow.")
+        text = f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
+        problem: OSError = PermissionError(text)
         for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             if host in (address[0], "localhost") or not _is_own(str(address[0])):
                 try:
@@ -136,7 +137,7 @@ def _matches(host: str, port: int, allowed: str, ports: tuple[int, ...]) -> bool
 
 
 def _is_own(address: str) -> bool:
-    """Returns whether an address is of this machine or its link, where clouds keep credentials."""
+    """Returns whether an address is this machine's, or link-local, where clouds serve credentials."""
     number = ipaddress.ip_address(address.partition("%")[0])
     number = getattr(number, "ipv4_mapped", None) or number
     return number.is_loopback or number.is_link_local or number.is_unspecified or number.is_multicast

@@ -30,10 +30,10 @@ class Program:
     def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
-        self.folder: str | None = request.get("folder")  # an agent's folder, kept if it succeeds; None if temporary
+        self.folder: str | None = request.get("folder")  # an agent's folder, kept if it exits; None if temporary
         self.port: int | None = request.get("port")  # the port of an agent's endpoint; None for no network at all
         self.hosts: list[str] = []  # what an agent may reach through the proxy
-        self.has_network = request.get("network") == "allow"  # the machine's
+        self.has_network = request.get("network") == "allow"  # the machine's network
         if isinstance(request.get("network"), list):
             self.hosts = request["network"]
         self.proxy_port: int | None = None
@@ -160,7 +160,7 @@ def _prepare(program: Program, folder: str) -> None:
         os.chown(Path(folder) / name, owner, -1)
     os.chown(folder, owner, -1)
     if program.folder is not None:
-        Path(folder).chmod(0o700)  # what follows is the agent's alone
+        Path(folder).chmod(0o700)  # only the agent may enter
         Path(folder, "tmp").chmod(0o1777)
         if "namespaces" in program.layers:
             memory_mib = program.limits["memory_mib"]
@@ -232,7 +232,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     if program.folder is not None:
         environment = {"USER": view.user_name(os.getuid()), "LOGNAME": view.user_name(os.getuid()), **environment}
         if "view" not in remaining:
-            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # the machine's may hold keys, and git fails if it cannot read it
+            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # /etc/gitconfig may hold keys; git fails if it cannot read it
         elif environment["TMPDIR"] == f"{folder}/tmp":
             environment["TMPDIR"] = "/tmp"  # the same folder
         if program.proxy_port is not None:
@@ -259,7 +259,7 @@ def why_not_run(path: str) -> str:
         except OSError:
             return f"{place} cannot be read in the sandbox. Add its folder to readable"
         if not line.startswith(b"#!"):
-            return "" if line.startswith(b"\x7fELF") else f"{place} is no program and has no #! line"
+            return "" if line.startswith(b"\x7fELF") else f"{place} is not a program and has no #! line"
         words = line[2:].split()
         if not words:
             return f"{place} has an empty #! line"

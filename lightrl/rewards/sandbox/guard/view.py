@@ -1,7 +1,7 @@
 """The machine as an agent sees it: an /etc like a fresh container's, a private /tmp, and nobody's home or sockets.
 
 The mounts exist only in the program's mount namespace. Where mounts are refused, the program sees the machine's own
-/etc, of which Landlock allows the parts that every user may read, and no /tmp.
+/etc (Landlock allows only the parts that every user may read), and has no /tmp.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _ETC = """alternatives ca-certificates crypto-policies debian_version fonts host
     pki/tls/cert.pem pki/tls/certs pki/tls/openssl.cnf protocols python3 rpc services shells ssl/cert.pem ssl/certs
     ssl/openssl.cnf terminfo timezone"""
 # Programs complain if these exist and cannot be read. The view leaves most of them out, as a fresh container does;
-# without it an agent reads the machine's.
+# without the view, an agent reads the machine's files.
 _OF_MACHINE = "bash.bashrc group hostname hosts inputrc nsswitch.conf passwd profile profile.d resolv.conf tmux.conf"
 
 
 def readable_etc(has_view: bool) -> list[str]:
-    """Returns what an agent may read below /etc: all of its own one, or what every user may read of the machine's."""
+    """Returns what an agent may read below /etc: all of it in the view, or what every user of the machine may read."""
     return ["/etc"] if has_view else [str(path) for path in _present(f"{_ETC} {_OF_MACHINE}")]
 
 
@@ -46,7 +46,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     """
     if not keep_mounts_private():
         return False
-    os.umask(0o022)  # the agent, another user, reads what follows; its process sets its own
+    os.umask(0o022)  # the agent, another user, reads what is made here; the agent's process sets its own umask
     tmp = os.open(f"{folder}/tmp", os.O_PATH)
     own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}
     empty = {os.path.realpath(path) for path in ("/run", Path.home()) if Path(path).is_dir()} - {"/"}
@@ -74,7 +74,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
                 Path(path).touch()
             _bind(descriptor, path)
             if not _is_below(folder, [path]):
-                mount("", path, None, MS_READ_ONLY_BIND, "")  # Landlock and the owner's rights hold where it fails
+                mount("", path, None, MS_READ_ONLY_BIND, "")  # if it fails, Landlock and permissions apply
     for descriptor in (tmp, *shown.values()):
         os.close(descriptor)
     return True
