@@ -34,10 +34,10 @@ JsonMapping: TypeAlias = Mapping[str, Any]  # a JsonObject that is only read
 class Attached(TypedDict, total=False):
     """What the policy reads besides token ids, as keyword arguments of `generate`; keys without a value are left out.
 
-    `token_ids` contains the tokens that stand for it.
+    `token_ids` contains the placeholder tokens.
     """
 
-    images: tuple[str, ...]  # paths or data: URLs: those of the prompt, then those of observations
+    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then those of observations
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, 0 before the prompt is rendered. A subclass with completions adds the longest one."""
+        """Number of tokens, 0 before rendering. A subclass with completions adds the longest completion."""
         return len(self.token_ids or [])
 
     @property
@@ -75,7 +75,7 @@ class Prompt:
         return tuple(self.token_ids or ()), self.images
 
     def attached(self, **shown: Unpack[Attached]) -> Attached:
-        """Returns what the policy reads besides token ids: the prompt's, then what observations have shown."""
+        """Returns what the policy reads besides token ids: the prompt's images, then those of observations."""
         images = (*self.images, *shown.get("images", ()))
         return {"images": images} if images else {}
 
@@ -141,13 +141,13 @@ _UNCLOSED = re.compile(rf"(?:{THINKING_OPENS})(?:(?!{THINKING_CLOSES}).)*\Z", re
 
 
 def split_thinking(completion: str, *, has_opening: bool = False) -> tuple[str, str]:
-    """Splits a completion into its thinking, without tags, and its answer, empty if the thinking is never closed.
+    """Splits a completion into its thinking (without tags) and its answer (empty if the thinking is never closed).
 
     Tags inside a tool call, a fenced block or quotes belong to the answer.
 
     Args:
         completion: the policy's text.
-        has_opening: the completion includes an opening tag that the prompt wrote, so only thinking at the start counts,
+        has_opening: the completion starts with the prompt's opening tag, so only thinking at the start counts,
             and later tags are quotations. Otherwise thinking may begin before the completion, and again within it.
     """
     if has_opening:
@@ -203,8 +203,8 @@ class Sampling:
         stop_token_ids: a completion ends with the first of these and includes it.
         topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
             `score_centering`; they take 8 bytes each.
-        seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
-        grammar: XGrammar's structural tag, as JSON, which a workflow sets for a request; top_k -1 then keeps 64 tokens.
+        seed: int64; seed and position determine a token's random number. A run sets the seed for each request.
+        grammar: XGrammar's structural tag as JSON, which a workflow sets for a request; top_k=-1 then keeps 64 tokens.
     """
 
     temperature: float = 1.0
@@ -311,7 +311,7 @@ class Trajectory:
         two rows, s x and p a o b                                                        gaps       0 0 2 0 2 0
     """
 
-    prompt: Prompt  # its fields are what the reward compares with
+    prompt: Prompt  # its fields contain the data that the reward needs
     group_id: int  # position of the prompt in the prompt stream
     sample: int  # index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
@@ -320,8 +320,8 @@ class Trajectory:
     weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
     completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
     completion: str  # the last turn's text, without end tokens; starts with <think> if the prompt ends with it
-    finish_reason: FinishReason = "stop"  # of the last turn: stop, length or abort
-    is_truncated: bool = False  # whether a length limit ended it
+    finish_reason: FinishReason = "stop"  # why the last turn ended: stop, length or abort
+    is_truncated: bool = False  # whether a length limit ended the trajectory
     reward: float | None = None  # None until it is computed
     # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
@@ -372,13 +372,13 @@ class Trajectory:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the tokens that the policy generated; -1 without such tokens."""
+        """The lowest weight version of the tokens that the policy generated; -1 if there are none."""
         runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
         return min((version for version, _ in runs if version >= 0), default=-1)
 
     @property
     def newest_version(self) -> int:
-        """The highest weight version of the tokens that the policy generated; -1 without such tokens."""
+        """The highest weight version of the tokens that the policy generated; -1 if there are none."""
         runs = TOKENS["weight_versions"].array(self.weight_versions).runs()
         return max((version for version, _ in runs), default=-1)
 
@@ -534,7 +534,7 @@ class Group:
     """The trajectories of one prompt, in sample order, without dropped trajectories."""
 
     id: int  # position in the prompt stream
-    prompt: Prompt  # of all its trajectories
+    prompt: Prompt  # shared by all its trajectories
     trajectories: list[Trajectory] = field(default_factory=list)  # in sample order
 
     @property
@@ -591,7 +591,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
-    """Yields each line's location (for messages), record and trajectory; raises ValueError for any other line."""
+    """Yields each line's location (for messages), record and trajectory; raises ValueError if a line has none."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
@@ -601,7 +601,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
                 record = json.loads(line)
                 trajectory = Trajectory.from_json(record.get("trajectory", record))
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                problem = f"is not a trajectory of TrajectoryLog or a failed reward ({type(error).__name__}: {error})"
+                problem = f"is neither a TrajectoryLog trajectory nor a failed reward ({type(error).__name__}: {error})"
                 raise ValueError(f"{where} {problem}. Remove the line, or pass a different file.") from error
             yield where, record, trajectory
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -129,16 +130,21 @@ def advantages_of(module: GRPO, experience: Experience) -> Tensor:
     return found["advantages"] if isinstance(found, dict) else found
 
 
-def minibatch_gradient(module, minibatch, *, form=None, microbatch_tokens=10**6):
-    """The gradient of one minibatch's losses by parameter, of all trained models, and its metrics."""
+@lru_cache(maxsize=2)  # a test's own; its probes take longer than a gradient
+def single_model(module, role, form):
     settings = LogprobSettings(
         temperature=module.sampling.temperature, entropy_needs_gradient=module.needs_entropy_gradient
     )
+    head = module.value_head if role == "policy" else None
+    return SingleModel(getattr(module, role), settings, value_head=head, form=form)
+
+
+def minibatch_gradient(module, minibatch, *, form=None, microbatch_tokens=10**6):
+    """The gradient of one minibatch's losses by parameter, of all trained models, and its metrics."""
     metrics: dict[str, float] = {}
     microbatches = minibatch.microbatch_rows(microbatch_tokens)[1]
     for call in module.train_calls():
-        head = module.value_head if call.role == "policy" else None
-        model = SingleModel(getattr(module, call.role), settings, value_head=head, form=form)
+        model = single_model(module, call.role, form)
         losses = MinibatchLoss(module, minibatch, role=str(call.role))
         model.forward_backward(microbatches, losses, Tensor.backward)
         metrics |= values_of(losses.parts)

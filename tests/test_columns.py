@@ -74,7 +74,7 @@ def test_only_registered_columns_are_taken_and_a_name_is_declared_once() -> None
     with pytest.raises(ValueError, match=r"No column 'doubts' is registered, only \['rewards', .*register first"):
         as_columns({"doubts": [1.0]})
     for column in (Column("gaps", "f"), Column("other", "f", field="token_rewards")):
-        with pytest.raises(ValueError, match="is registered already"):
+        with pytest.raises(ValueError, match="is already registered"):
             register(column)
     records = {field.name for record in (Completion, Trajectory, Experience) for field in fields(record)}
     for name in records - {"rewards"}:

@@ -262,7 +262,7 @@ def test_the_learning_rate_warms_up_and_decays_to_its_smallest_part() -> None:
     assert lr_factors(4, 0, "cosine", 0.5) == pytest.approx([1.0, 0.926777, 0.75, 0.573223, 0.5], abs=1e-6)
     assert lr_factors(8, 0.5, "constant") == lr_factors(8, 4, "constant") == [0.25, 0.5, 0.75, 1.0, 1.0]
     for settings in ((0, "cosine"), (0.5, "constant")):
-        with pytest.raises(ValueError, match=r"(lr_decay='cosine'|warmup_iterations=0.5) needs the end of the run"):
+        with pytest.raises(ValueError, match=r"(lr_decay='cosine'|warmup_iterations=0.5) needs to know when the run"):
             lr_factors(math.inf, *settings)
 
 

@@ -32,7 +32,7 @@ class SelfPlay(RLCallback):
 
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
     decodes in this process, with a second copy of the policy. The opponent's tokens are not in the trajectories, so
-    they are never trained on. Checkpoints contain the pool, so a run resumes bit for bit (on a CPU); each version is
+    they are never trained on. Checkpoints contain the pool, so a resumed run has the same opponents; each version is
     as large as the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
 
     Args:

@@ -68,14 +68,14 @@ class TokenArray(Sequence[_Number]):
 
     @classmethod
     def of_stored(cls, values: bytes | memoryview, ends: bytes, code: str) -> TokenArray[_Number]:
-        """Restores an array from what `stored` returned."""
+        """Restores an array from the result of `stored`."""
         result = cls.__new__(cls)
         result.code, result._values, result._ends = code, values, ends
         return result
 
     @property
     def stored(self) -> tuple[bytes, bytes]:
-        """The numbers in this machine's byte order, and the int32 ends of their runs; no ends without runs."""
+        """The numbers in this machine's byte order, and the int32 ends of their runs, empty if there are no runs."""
         return bytes(self._values), self._ends
 
     @classmethod
@@ -145,7 +145,7 @@ class TokenArray(Sequence[_Number]):
 
     def numpy(self) -> Any:
         """Returns a read-only array [T] of the same dtype, faster than `numpy.asarray`."""
-        import numpy as np  # late, because reward workers do not load numpy
+        import numpy as np  # imported here, because reward workers do not load numpy
 
         return np.frombuffer(self._bytes(), self.code)
 
@@ -195,10 +195,10 @@ class Column:
     Args:
         name: the column's name in a Completion and in a Trajectory.
         code: the dtype code of its TokenArray.
-        fill: the value of tokens without one, which the policy did not sample, and of padding.
+        fill: the value of padding, and of tokens that the policy did not sample.
         as_runs: store runs; useful if neighboring tokens usually have equal values.
         width: number of values per token; None if it depends on the model.
-        field: its name in an Experience, where float64 becomes float32 and int32 becomes int64. None means `name`.
+        field: the column's name in an Experience, where float64 becomes float32, and int32 int64. None means `name`.
         is_hidden: hide it from user code and reward workers.
         is_model_input: models read it in a forward pass; otherwise only the loss reads it.
         is_of_sampler: among models, only the policy that sampled the tokens reads it.
@@ -216,7 +216,7 @@ class Column:
 
     comes_with_reward: ClassVar[bool] = False  # set by the reward, possibly after the tokens have reached their ranks
     is_coded: ClassVar[bool] = False  # the values are codes of different lengths, which stay in host memory
-    required_if: ClassVar[str] = ""  # the property of Sampling for which an engine must return the column
+    required_if: ClassVar[str] = ""  # a property of Sampling; if it is true, an engine must return the column
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -240,7 +240,7 @@ class Column:
             raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
-        """Returns why the values do not fit a trajectory, to follow the words "A trajectory"; None if they fit."""
+        """Returns the rest of an error message that starts with "A trajectory"; None if the values fit it."""
         if self.width is None:
             if num_tokens == 0 or len(values) % num_tokens == 0:
                 return None
@@ -295,8 +295,8 @@ class Column:
         widths = {self._width(values, len(item.token_ids)) for values, item in pairs if values is not None}
         if len(widths) > 1:
             raise ValueError(
-                f"Trajectories have {self.name} of {sorted(widths)} values for each token, but all must come from the "
-                "trainer's model and sampling. Let the engine serve that model."
+                f"Trajectories have different numbers of {self.name} per token, {sorted(widths)}, but all must come "
+                "from the trainer's model and sampling. Let the engine serve that model."
             )
         if not widths:
             return None
@@ -315,7 +315,7 @@ class Column:
         return len(values) // num_tokens if num_tokens else 0
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
-        """Returns the index at which each of these tokens' values start; `num_tokens` stands for the end."""
+        """Returns the index at which each of these tokens' values starts; `num_tokens` stands for the end."""
         width = self._width(values, num_tokens)
         return [token * width for token in tokens]
 
@@ -355,7 +355,7 @@ def register(column: Column) -> None:
             raise ValueError(f"A column cannot be named {name!r}, which is a field of a record. Choose another name.")
         taken = _columns.get(name) or _by_field.get(name)
         if taken is not None and taken != column:
-            raise ValueError(f"A column named {name!r} is registered already: {taken}. Choose another name.")
+            raise ValueError(f"A column named {name!r} is already registered: {taken}. Choose another name.")
     _columns[column.name] = column
     _by_field.update(dict.fromkeys(column.fields, column))
 
@@ -378,7 +378,7 @@ def column_of(field: str) -> Column | None:
 
 
 def as_columns(values: Mapping[str, Iterable[Any] | None]) -> dict[str, Values]:
-    """Converts the values of columns to TokenArrays, and drops None. ValueError if a column is not registered."""
+    """Converts the values of columns to TokenArrays, and drops None. Raises ValueError for an unregistered column."""
     return {
         name: numbers if isinstance(numbers, TokenArray) and name not in _columns else column_named(name).array(numbers)
         for name, numbers in values.items()

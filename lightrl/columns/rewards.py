@@ -13,7 +13,7 @@ class _Rewards(Column):
     comes_with_reward: ClassVar[bool] = True
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Puts the whole reward on the last loss token; NaN for agents, because one number is not a reward for each."""
+        """Puts the whole reward on the last loss token; NaN if there are agents, which need a reward each."""
         rewards = [0.0] * len(trajectory.token_ids)
         last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
         if last is not None:

@@ -12,7 +12,7 @@ NATIVE = 255  # the value of every byte of a token's routes if its experts are u
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """Routes of tokens. A completion has its prompt's routes, but not its last token's, which no model has read."""
+    """Routes of tokens. A completion has its prompt's routes, but none for its last token, which no model has read."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
         """Extends the routes. If the engine has recomputed tokens of the prompt, their new routes replace the old ones.
@@ -28,7 +28,7 @@ class _Routes(Column):
         if num_rows < 1 or len(new) % num_rows:
             raise EngineError(
                 f"The engine returned {len(new)} bytes of routes for a prompt of {num_before} tokens and a "
-                f"completion of {num_new}. Each token but the last must have the same number."
+                f"completion of {num_new}. Each token except the last needs the same number of bytes."
             )
         rows = new.numpy().reshape(num_rows, -1)
         rows = np.concatenate([rows, np.full_like(rows[:1], NATIVE)])  # the last token's routes are unknown

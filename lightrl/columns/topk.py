@@ -1,7 +1,7 @@
-"""The columns `behavior_topk_ids` and `behavior_topk_logprobs`: the most likely tokens where a token was sampled.
+"""The columns `behavior_topk_ids` and `behavior_topk_logprobs`: the most likely tokens at each sampled token.
 
-Every sampled token has K = `Sampling.topk_logprobs` of each, the most likely first; a pair takes 8 bytes. With
-truncated sampling they are the most likely tokens of its support, with their logprobs within it.
+Both have K = `Sampling.topk_logprobs` entries per sampled token, the most likely first; a pair takes 8 bytes. With
+truncated sampling they are the most likely tokens of the support, with their logprobs within the support.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dic
 
 
 def topk_parts(ids: Any, logprobs: Any, widths: Sequence[int]) -> list[dict[str, bytes]]:
-    """Returns both columns' values of one token in each of n rows, as bytes.
+    """Returns each row's ids and logprobs at one position as bytes, by column name; {} for a row of width 0.
 
     Args:
         ids, logprobs: tensors [n, K], the most likely first.
-        widths: the number of tokens that each row asks for; {} for a row that asks for none.
+        widths: the number of tokens that each row asks for, [n].
     """
     import numpy as np
 
     num = max(widths, default=0)
-    missing = ((0, 0), (0, max(0, num - ids.shape[1])))  # more than the vocabulary has
+    missing = ((0, 0), (0, max(0, num - ids.shape[1])))  # if a row asks for more tokens than the vocabulary has
     all_ids = np.pad(ids.cpu().numpy().astype(np.int32), missing)
     all_logprobs = np.pad(logprobs.cpu().numpy().clip(min=NO_TOKEN), missing, constant_values=NO_TOKEN)
     return [

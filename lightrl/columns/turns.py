@@ -1,4 +1,4 @@
-"""The columns `turn_indices` and `turn_states`: which turn a token belongs to, and what stood before the turn."""
+"""The columns `turn_indices` and `turn_states`: a token's turn, and a hash of the observation before it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lightrl.columns.column import Column, TokenArray, Values
 
 TURN_INDICES = Column("turn_indices", "i", fill=-1, as_runs=True)  # from 0; -1 for tokens that the policy only read
-# Hash of the observation before the token's turn (of the prompt, before the first); equal observations have one hash.
+# Hash of the observation before the token's turn (the prompt, before the first); equal observations have equal hashes.
 TURN_STATES = Column("turn_states", "i", fill=-1, as_runs=True)
 
 
@@ -17,7 +17,7 @@ def turn_columns(token_ids: Sequence[int], turns: Iterable[tuple[int, int]], num
     """Makes both columns of a trajectory's first `num_tokens` tokens.
 
     Args:
-        token_ids: all tokens, the first `num_tokens` of which count.
+        token_ids: all token ids; only the first `num_tokens` are used.
         turns: start and end of each turn's completion, in order.
     """
     indices: list[tuple[float, int]] = []

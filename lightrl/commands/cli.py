@@ -193,7 +193,10 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Reports unused settings; defers building `optimizer`, since an RLModule creates its parameters late."""
+        """Gives the trainer its settings, reports unused ones, and defers building `optimizer`.
+
+        An RLModule creates its parameters only after its trainer has started.
+        """
         parsed = self.config[self.config.subcommand]
         self.trainer.settings = _plain(without_secrets(parsed).as_dict())
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)

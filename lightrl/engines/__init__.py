@@ -10,7 +10,7 @@ Reading order:
 
 May import: errors, checks, concurrency, trajectory, experience, functional, weights, models. Not workflows.
 To add an engine, subclass RolloutEngine, implement `generate`, `load_weights` and the optional methods that it
-supports, and run tests/engines/engine_contract.py on it.
+can support, and run tests/engines/engine_contract.py on it.
 """
 
 from typing import TYPE_CHECKING

@@ -4,12 +4,12 @@ Sums over microbatches and ranks happen outside. Functions check shapes and sett
 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the only file that shifts by one
-                    (chunk_buffers.py: memory that all chunks use)
+                    (chunk_buffers.py: memory shared by all chunks)
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); value loss and normalization; reward shaping
     losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry;
                     KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
-    centering.py    score centering, for a sampler that computes other probabilities than the trainer
+    centering.py    score centering, for samplers whose probabilities differ from the trainer's
     importance.py   importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
@@ -19,8 +19,8 @@ Reading order:
 
 May import: errors, checks, columns, trajectory.
 
-To add an equation, write a pure function in the file of its kind that checks shapes on entry and has `Source:` in its
-docstring. Test it in tests/functional/ against a value worked by hand and an independent slow implementation.
+To add an equation, write a pure function in the matching file. It checks shapes on entry, and its docstring has
+`Source:`. Test it in tests/functional/ against a value worked by hand and an independent slow implementation.
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages

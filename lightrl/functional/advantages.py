@@ -25,7 +25,7 @@ def group_advantages(
     unbiased: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes (r - mean) / (std + eps), with mean and std over the trajectory's group or over the batch, or without.
+    """Computes (r - mean) / (std + eps). Mean and std are each of the trajectory's group or the batch, or left out.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
     `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).
@@ -38,13 +38,13 @@ def group_advantages(
         group_ids: int [B]; trajectories with the same id form a group, of any size, in any order.
         mean: use the mean of the group or the batch as the baseline; None for no baseline.
         std: divide by the standard deviation of the group or the batch; None for no division.
-        leave_one_out: exclude the trajectory itself from its mean.
+        leave_one_out: exclude each trajectory from its own mean.
         unbiased: divide the variance by n - 1 instead of n.
         eps: limits the advantages where the standard deviation is small.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 if the rewards behind the mean or the standard deviation are all equal,
-        or if there is only one.
+        [B], in the rewards' dtype. Exactly 0 if the rewards in the mean or the standard deviation are all equal, or
+        if there is only one.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)
@@ -52,7 +52,7 @@ def group_advantages(
         raise ValueError("leave_one_out needs a mean: set mean to 'group' or 'batch'.")
     if rewards.numel() == 0:
         return torch.zeros_like(rewards)
-    # float64, so that groups of different sizes or mean rewards get equal advantages for equal differences.
+    # float64, so that equal differences give equal advantages in groups of different sizes or mean rewards.
     values = rewards.to(torch.float64)
     advantages = values
     if mean is not None:

@@ -1,7 +1,7 @@
 """Turns trees of conversations into rows that a model reads, and the model's outputs back into tree order.
 
 A tree stores each token once. A row is one conversation, from its first token to its last. A model reads whole rows, so
-it reads a token that several conversations share once per row. Only its output in the first row is used:
+a token that several conversations share is read once per row. Only the output of the first row is used:
 
     tree   p a s x o b          rows   s x          first   ✓ ✓
     gaps   0 0 2 0 2 0                 p a o b              ✓ ✓ ✓ ✓
@@ -81,6 +81,6 @@ class BranchRows:
     def join(self, values: Tensor) -> Tensor:
         """Copies outputs [R, W, ...] to tree order [B, T, ...], each from the token's first row; keeps the gradient.
 
-        Padding becomes 0: it reads row 0, column 0, which has no prediction.
+        Padding becomes 0, the value at row 0, column 0, which nothing predicts.
         """
         return values[self.tree_rows, self.tree_columns]

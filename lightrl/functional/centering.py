@@ -1,6 +1,6 @@
-"""Score centering: removes the mean that the policy gradient gets when sampler and trainer compute other probabilities.
+"""Score centering: removes the policy gradient's mean that arises if sampler and trainer probabilities differ.
 
-Shapes: K tokens that the sampler finds most likely, at each of any number of positions. Logprobs are in nats.
+Shapes: K, the sampler's most likely tokens at a position; any number of positions. Logprobs are in nats.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def score_correction(logprobs: Tensor, behavior_logprobs: Tensor, weights: Calla
 
     A policy gradient multiplies each token's score, the gradient of log p, by g(p/q), where p is the policy, q the
     behavior policy and g the algorithm's importance weight: 1, p/q, or p/q within bounds. A constant advantage, such as
-    a baseline, has no effect if the mean of g · score over q is 0, which is only so for g = p/q. C subtracts
+    a baseline, has no effect if the mean of g · score over q is 0, which holds only for g = p/q. C subtracts
     the mean: with m = q · g(p/q), it is Σ_v m_v · log p_v, and only m_v carries no gradient. Only the sampler's K most
-    likely tokens H are known. All others are taken for one token, whose ratio is 1/ρ, with
+    likely tokens H are known. All others are treated as one token with ratio 1/ρ, where
 
         ρ = (1 - Σ_H q) / max(1 - Σ_H p, 1e-6)    α = ρ · g(1/ρ)    C = Σ_H (m - α·p) · log p
 
-    since the score of all others together is -Σ_H p · log p. This is exact if H is the vocabulary (or the support, with
+    as the score of all others together is -Σ_H p · log p. This is exact if H is the vocabulary (or the support, with
     truncated sampling), or if p/q is the same for all other tokens. Otherwise the gradient's mean is
     A · Σ_others (α·p - m) · score.
 
-    Source: https://arxiv.org/abs/2609.20807, which lists the cases: g = 1 has m = q, α = ρ; g = clamp(p/q, lo, hi) has
+    Source: https://arxiv.org/abs/2609.20807, with these cases: g = 1 has m = q, α = ρ; g = clamp(p/q, lo, hi) has
     m = clamp(p, lo·q, hi·q), α = clamp(1, lo·ρ, hi·ρ); g = p/q where it is between lo and hi, otherwise 0, has m = p or
     0 and α = 1 or 0. For g = p/q, C has no gradient.
 
@@ -59,14 +59,14 @@ def score_correction(logprobs: Tensor, behavior_logprobs: Tensor, weights: Calla
 
 
 def rest_of(behavior_logprobs: Tensor) -> Tensor:
-    """Returns the sampler's probability of all tokens but these K, [..., K] → [...]; never below 0."""
+    """Returns the sampler's total probability of all tokens except these K, [..., K] → [...]; never below 0."""
     return (1 - behavior_logprobs.exp().sum(-1)).clamp(min=0)
 
 
 def clipped_weights(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> Tensor:
-    """Returns the factor of `clipped_ratio_loss` on the policy gradient of other tokens: the ratio, 0 where clipped.
+    """Returns how `clipped_ratio_loss` would weight the policy gradient of K tokens: the ratio, or 0 where clipped.
 
     Args:
         log_ratio: [..., K], log(p/q) of K tokens at each position.
@@ -83,7 +83,7 @@ def clipped_weights(
 def check_centering(
     is_centered: bool, topk: int, weights: ImportanceWeights | None, weighs_tokens: bool, algorithm: str
 ) -> None:
-    """Raises ValueError if scores cannot be centered, or if centering or the tokens for it would change nothing.
+    """Raises ValueError if scores cannot be centered, or if centering or recording top-k logprobs would have no effect.
 
     Args:
         topk: number of tokens whose logprobs the sampler returns.
@@ -96,17 +96,17 @@ def check_centering(
     if not topk:
         raise ValueError("score_centering needs the engine's most likely tokens. Set sampling.topk_logprobs to 64.")
     if weights is not None and weights.approximate_proximal:
-        raise ValueError("score_centering needs exact proximal logprobs: leave out decoupled.approximate_proximal.")
+        raise ValueError("score_centering needs exact proximal logprobs. Remove decoupled.approximate_proximal.")
     if weights is not None and weights.cap is None and weights.floor is None:
         check_effect("with unbounded importance weights", score_centering=(True, False))
     if not weighs_tokens or (weights is not None and (weights.level, weights.aggregation) != ("token", None)):
         raise ValueError(
             f"score_centering needs a weight that depends on each token's ratio alone, which {algorithm} with these "
-            "settings does not have. Use GRPO with ratio_level and decoupled.level 'token', or leave it out."
+            "settings does not have. Use GRPO with ratio_level and decoupled.level 'token', or remove score_centering."
         )
 
 
 def defines_together(kind: type, method: str, other: str) -> bool:
-    """Whether the class that defines `other` for this class defines `method` too, so that one describes the other."""
+    """Whether a subclass that overrides `other` also overrides `method`, so that the two still match."""
     defining = next(item for item in kind.__mro__ if {method, other} & vars(item).keys())
     return method in vars(defining)

@@ -1,7 +1,7 @@
 """ChunkBuffers: memory for the logits of a chunk of positions, which all chunks use in turn.
 
-In new memory for each chunk, glibc's heap would grow with the number of tokens: it keeps freed tensors of less than 32
-MiB, and small tensors settle between them, so that no later chunk fits.
+If each chunk allocated memory, glibc's heap would grow with the number of tokens: it keeps freed tensors of less than
+32 MiB, and small tensors allocated in the gaps leave no room for later chunks.
 
 Shapes: n positions of a chunk, V vocabulary, H hidden size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class ChunkBuffers:
-    """Two tensors [n, V] in float32, or float64 for float64, the second once it is used; one for smaller logits.
+    """Two tensors [n, V] in float32 (float64 for a float64 head), the second made on first use; one for smaller logits.
 
     Args:
         chunk_tokens: the largest n.
@@ -39,9 +39,9 @@ class ChunkBuffers:
         return torch.empty_like(self._first)
 
     def first(self, logits: Tensor) -> Tensor:
-        """Returns a tensor for results from these logits, which is `logits` itself if they have its dtype."""
+        """Returns a tensor for results computed from these logits: `logits` itself if the dtypes match."""
         return logits if self._logits is self._first else self._first[: logits.shape[0]]
 
     def second(self, logits: Tensor) -> Tensor:
-        """Returns another tensor for results from these logits."""
+        """Returns another tensor for results computed from these logits."""
         return self._second[: logits.shape[0]]

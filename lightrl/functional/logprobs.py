@@ -289,7 +289,7 @@ def prepared(
 
 
 def tokens_per_chunk(num: int, vocabulary: int, form: str) -> int:
-    """Returns for how many of `num` positions to compute logits at a time: for all if their logits are kept anyway.
+    """Returns how many of `num` positions to compute logits for at a time: all if their logits are kept anyway.
 
     Args:
         form: the device type, or "fused" if the head's functions are compiled.
@@ -327,7 +327,7 @@ def _masked(values: Tensor, mask: Mask, number: float, out: Tensor | None = None
 
 
 def masked_scores(logits: Tensor, temperature: float, mask: Mask | None, out: Tensor | None = None) -> Tensor:
-    """Turns logits [N, V] of any dtype into the input of the softmax, which is `out` if given."""
+    """Turns logits [N, V] of any dtype into the input of the softmax; writes it to `out` if given."""
     if out is not None and out is not logits:
         logits = out.copy_(logits)
     elif logits.dtype.itemsize < 4:
@@ -376,7 +376,7 @@ def logits_gradient(
     """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's is -p · (log p + entropy).
 
     `is_here` is False where a token's logit is on a different rank; None if this rank holds all logits. With
-    `in_place` the result takes the memory of the probabilities or log-probabilities.
+    `in_place` the result overwrites the probabilities or log-probabilities.
     """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)

@@ -33,8 +33,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    A loss uses only the gradient. In expectation, k1's is 0, k2's is that of KL(policy ‖ reference), and k3's
-    is that of KL(reference ‖ policy), which is the same to first order.
+    A loss uses only the gradient. In expectation, k1 has gradient 0, k2 has the gradient of KL(policy ‖ reference), and
+    k3 has the gradient of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
     https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
@@ -133,7 +133,7 @@ def topk_divergence(
 
 
 def rest_mass(logprobs: Tensor) -> Tensor:
-    """Returns the total probability of all tokens but these K, [..., K] → [...]; at least the machine epsilon."""
+    """Returns the total probability of all tokens except these K, [..., K] → [...]; at least the machine epsilon."""
     return (1 - logprobs.exp().sum(-1)).clamp(min=torch.finfo(logprobs.dtype).eps)
 
 
@@ -153,7 +153,7 @@ def _kl(left: Tensor, right: Tensor) -> Tensor:
     return (left.exp() * (left - right)).sum(-1)
 
 
-_MIN_REST = 1e-9  # minimum probability of all other tokens; rounding can lift a likely token's logprob to 0
+_MIN_REST = 1e-9  # minimum probability of all other tokens; rounding can raise a likely token's logprob to 0
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def trajectory_mean(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """Averages values [B, T], which are 0 where masked, over each trajectory's loss tokens: [B, 1], 0 without any."""
+    """Averages values [B, T], which are 0 where masked, over each trajectory's loss tokens: [B, 1]; 0 if none."""
     return values.sum(dim=1, keepdim=True) / loss_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -272,7 +272,7 @@ def cispo_loss(
 def sapo_loss(
     ratio: Tensor, advantages: Tensor, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05
 ) -> Tensor:
-    """SAPO: replaces the clip by a smooth gate, so that a token's gradient decays gradually instead of dropping to 0.
+    """SAPO: replaces the clip with a smooth gate, so that a token's gradient decays gradually instead of dropping to 0.
 
     -gate(ratio) · advantages with gate(r) = 4/τ · sigmoid(τ·(r - 1)), whose slope at r = 1 is 1, as without a gate.
 
@@ -324,8 +324,8 @@ def regression_loss(
     """OAPL: regresses β times each trajectory's log-ratio on its advantage, under any behavior policy.
 
     -stop_gradient(advantages - β · L) · logprobs, where L is the sum of the log-ratios of the trajectory's loss tokens.
-    Its gradient, summed over a trajectory, is that of (β · L - advantage)² / (2β): the policy gradient on-policy, and 0
-    where L equals advantage / β, the optimum (`optimal_advantages`). The loss therefore needs no importance weight.
+    Summed over a trajectory, its gradient equals the gradient of (β · L - advantage)² / (2β): the policy gradient
+    on-policy, and 0 where L equals advantage / β, the optimum (`optimal_advantages`). It needs no importance weight.
 
     Source: OAPL, https://arxiv.org/abs/2602.19362.
 
@@ -349,7 +349,7 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
     """DPPO's mask: True where the policies are already too far apart and an update would increase the distance.
 
     The distance is the KL divergence over two outcomes, this token or any other. With q and p the token's probability
-    under the behavior policy and the policy, it is q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio
+    under the behavior and the trained policy, it is q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio
     would stop rare tokens too early and likely ones too late.
 
     Source: DPPO with the binary KL, https://arxiv.org/abs/2602.04879.
@@ -434,7 +434,7 @@ def preference_loss(margin: Tensor, *, kl_coef: float = 0.1, kind: PreferenceLos
     """Computes the DPO ("sigmoid") or IPO ("ipo") loss of each pair from its margin, [B].
 
     sigmoid is -log sigmoid(kl_coef · margin), which pushes every margin up without limit. ipo is
-    (margin - 1/(2·kl_coef))², which has a target margin.
+    (margin - 1/(2·kl_coef))², which pulls every margin to a target.
 
     Source: DPO, equation 7, https://arxiv.org/abs/2305.18290; IPO, equation 17, https://arxiv.org/abs/2310.12036.
 

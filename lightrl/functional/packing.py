@@ -57,9 +57,9 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 
 
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
-    """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets a bin for itself.
+    """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets its own bin.
 
-    Instead puts items of similar size together if that takes no more bins, so that rectangles have little padding.
+    If it takes no more bins, groups items of similar size instead, so that rectangles have little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.
@@ -102,7 +102,7 @@ def chunks_of_similar_length(
 
     Args:
         sequences: token ids.
-        max_tokens: bound on a chunk's tokens, padded to its longest sequence; a longer sequence is a separate chunk.
+        max_tokens: upper bound on a chunk's tokens, padding included; a longer sequence gets its own chunk.
         may_pad: True allows sequences down to half the length of the longest; False allows only equal lengths.
     """
     chunk: list[int] = []

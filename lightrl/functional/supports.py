@@ -170,7 +170,7 @@ class Supports:
         return torch.where(places >= 0, within, -torch.inf), entropy
 
     def _places(self, token_ids: Tensor) -> Tensor:
-        """Returns where each of these tokens, [n, J], is in `ids`; -1 if it is not in its position's support."""
+        """Returns the index in `ids` of each of these tokens, [n, J]; -1 if it is not in its position's support."""
         base = torch.cat([self.ids, token_ids.flatten()]).amax() + 1
         keys, order = (self.rows * base + self.ids).sort()
         wanted = torch.arange(len(token_ids), device=token_ids.device)[:, None] * base + token_ids

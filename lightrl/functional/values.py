@@ -1,6 +1,6 @@
 """Equations for a critic: advantages and returns from its values, value loss, normalization; and reward shaping.
 
-Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens; text of an environment or a tool
+Shapes: B trajectories, T tokens. The steps of a trajectory are its loss tokens; text from environments or tools
 between them is skipped, not discounted. `values[b, t]` is the value of the state before `token_ids[b, t]` was sampled.
 """
 
@@ -30,7 +30,7 @@ def gae(
     """Computes generalized advantage estimates over the loss tokens of each trajectory.
 
     With t' the loss token after t: delta_t = reward_t + gamma·value_t' - value_t, advantage_t = delta_t + gamma·lam·
-    advantage_t', return_t = advantage_t + value_t. After the last loss token the value is `bootstrap`, the advantage 0.
+    advantage_t', return_t = advantage_t + value_t. After the last loss token, value is `bootstrap` and advantage 0.
 
     Source: https://arxiv.org/abs/1506.02438.
 
@@ -39,7 +39,7 @@ def gae(
         values: [B, T].
         loss_mask: bool [B, T]; rewards and values elsewhere have no effect.
         gamma: discount per loss token, 0 to 1.
-        lam: λ; for what follows a token, 0 relies only on the critic, 1 only on the rewards.
+        lam: λ; beyond the next loss token, 0 relies only on the critic and 1 only on the rewards.
         bootstrap: [B], the value of the state after a truncated trajectory, 0 for others; None means 0 for all.
 
     Returns:
@@ -77,7 +77,7 @@ def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def on_loss_tokens(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Moves a reward on any other token to the last loss token before it, which earned the reward.
+    """Moves each reward that is not on a loss token to the last loss token before it, which earned the reward.
 
     Drops rewards before the first loss token, which no action earned.
 
@@ -111,7 +111,7 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError("scaling of reward_shaping must not be 0, or every reward would be 0. 1 is no scaling.")
+            raise ValueError("scaling of reward_shaping must not be 0, or all rewards would be 0. 1 means no scaling.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
 
@@ -163,7 +163,7 @@ def value_loss(
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total: Total = of_one_rank) -> float:
     """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens. A perfect critic has 1, a constant one 0.
 
-    Gives 0 if the returns do not vary. `total` reduces over the ranks that hold other trajectories.
+    Returns 0 if the returns do not vary. `total` reduces over ranks, which hold different trajectories.
     """
     check_same_shape(values=values, returns=returns, loss_mask=loss_mask)
     predicted, actual = values[loss_mask].double(), returns[loss_mask].double()

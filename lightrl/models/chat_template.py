@@ -4,8 +4,8 @@ to the policy's tokenizer, where `set_chat_template` changes it.
 If a chat ends with an assistant's message, the policy continues that message. If the prompt already opens the policy's
 turn, for example with `<think>`, that text belongs to the turn. A date in a template is the run's start date.
 
-A special token typed into a message, a tool result or a schema stays text: `render` puts a mark inside it, and `encode`
-splits the text at the mark. Only special tokens that the template writes are encoded as such.
+A special token typed into a message, a tool result or a schema is encoded as text: `render` puts a mark inside it, and
+`encode` splits the text at the mark. Only special tokens that the template writes are encoded as special tokens.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
         self.tokenizer, self.image_reader = tokenizer, image_reader  # `image_reader` is None for a text-only policy
         self.end_token_ids: set[int] = set()  # additional end-of-turn tokens, besides the tokenizer's and template's
-        # Each of these caches is valid for the template stored in it.
+        # Each of these caches is valid only for the template stored with it.
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # Special tokens that stay text when typed: outside assistant messages, and in them.
+        # Special tokens to encode as text if typed: outside assistant messages, and in them.
         self._typed: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 
@@ -133,7 +133,7 @@ class ChatTemplate:
         return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns the template's arguments: the row's `chat_template_kwargs`, and `tools`, or else the row's tools."""
+        """Returns the template's arguments: the row's `chat_template_kwargs`, and `tools` (None: the row's tools)."""
         kwargs = prompt.fields.get("chat_template_kwargs") or {}
         row_tools = tools is None and prompt.fields.get("tools")
         if isinstance(row_tools, str):
@@ -155,9 +155,9 @@ class ChatTemplate:
         return {**arguments, "tools": list(tools)} if tools else arguments
 
     def render(self, messages: Messages, arguments: Mapping[str, object], *, is_whole: bool = False) -> str:
-        """Returns the messages as text, which ends where the policy continues, or after the last message if `is_whole`.
+        """Renders messages as text that ends where the policy continues, or after the last message if `is_whole`.
 
-        Pass the text only to `encode`: special tokens that were typed as text have a mark inside.
+        Pass the text only to `encode`, because special tokens that were typed as text contain a mark.
         """
         messages = [self._as_read(message) for message in messages]
         text = self._apply_template(messages, arguments, is_whole=is_whole)
@@ -190,7 +190,7 @@ class ChatTemplate:
         return str(text)
 
     def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Returns patterns of typed tokens that stay text: all special tokens, or the assistant's turn markers."""
+        """Returns two patterns of tokens to encode as text: all special tokens; in assistant messages, turn markers."""
         if self._typed[0] is not self.chat_template:
             self._typed = self.chat_template, _one_of([]), _one_of([])  # the probe below uses these empty patterns
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
@@ -316,7 +316,7 @@ class ChatTemplate:
         return self._ends[1]
 
     def opened_thinking(self, prompt: Prompt, token_ids: Sequence[int]) -> str:
-        """Returns the thinking that the prompt with these token ids opens and does not close, or an empty string."""
+        """Returns the thinking that the prompt with these token ids leaves open, or an empty string."""
         is_first = len(token_ids) == len(prompt.token_ids or [])
         started = _started_message(prompt.messages) if prompt.messages and is_first else ""
         return unclosed_thinking(started or opened(self.decode(token_ids[-_TAIL_TOKENS:])))

@@ -1,6 +1,6 @@
 """Converts parameter names and layouts between checkpoints or servers and a model's modules, in both directions.
 
-transformers fuses the experts of a mixture into one parameter and renames parts of models with a vision tower. Its
+transformers fuses the experts of a MoE block into one parameter and renames parts of models with a vision tower. Its
 semi-private functions convert in both directions; SEMI_PRIVATE lists those that lightrl imports.
 
     folder, servers                                 module
@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether every conversion is known to keep the first axis, so row i of a parameter needs only row i of a file."""
+    """Whether all conversions are known to keep the first axis: row i of a parameter then needs only row i of files."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
@@ -106,7 +106,7 @@ def checkpoint_tensors(model: PreTrainedModel, name: str, tensor: Tensor) -> dic
 
 
 def as_in_checkpoint(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of a checkpoint, made from those of `whole_parameters`; added weights stay as they are."""
+    """Converts the result of `whole_parameters` to a checkpoint's tensors; leaves added weights unchanged."""
     tuning = tuning_of(model)
     for name, tensor in pairs:
         yield from ({name: tensor} if tuning.adds(name) else checkpoint_tensors(model, name, tensor)).items()
@@ -139,14 +139,14 @@ def load_parts(
     """Loads a checkpoint into a model, replacing its parameters. Reads only this rank's shards of sharded parameters.
 
     Args:
-        model: is on `device`; weights that its tuning has added stay unchanged.
+        model: already on `device`; weights added by its tuning stay unchanged.
         spec: a model with files; see `checkpoint_files`.
         on_tensor: called once for each sharded tensor of the checkpoint, even if this rank reads no part of it.
         renamed: parameter name → ending of its tensor's name in the checkpoint.
         is_whole: False if the model is only a stage of the checkpoint's model.
 
     Raises:
-        ValueError: if a weight is missing, has a different shape than the config says, is not finite, or differs from
+        ValueError: if a weight is missing, has a different shape than in the config, is not finite, or differs from
             the weight that it is tied to.
     """
     from safetensors import safe_open

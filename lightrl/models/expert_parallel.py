@@ -1,4 +1,4 @@
-"""Expert parallelism: divides a mixture's experts over ranks and sends each token to the ranks of its experts.
+"""Expert parallelism: divides a MoE model's experts over ranks and sends each token to the ranks of its experts.
 
     ep 2, 4 experts       rank 0                             rank 1
     a MoE block           router, experts 0 and 1            router, experts 2 and 3
@@ -62,7 +62,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """Maps the names of a model's expert modules and parameters to the way in which transformers divides them."""
+    """Maps the names of a model's expert modules and parameters to how transformers divides them."""
     plan: dict[str, str] = model._expand_parallel_plan(model.ep_plan)
     experts = {f"{name}.experts" if name else "experts" for name in moe_blocks(model)}
     divided = {name for name, style in plan.items() if style == "ep_dispatch_experts"}

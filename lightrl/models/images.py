@@ -5,7 +5,7 @@
 
 An image takes K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number
 for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
-those of the row's images; they count as text and have text positions.
+the tokens of the row's images. They count as text and have text positions.
 
 Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
 """
@@ -47,7 +47,7 @@ SUPPORTED = (
     f"models of type {', '.join(_GRIDS)}, gemma3, or llava with a vision tower of type clip_vision_model or "
     "siglip_vision_model"
 )
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # without EPS, which would run Ghostscript
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # no EPS, because reading it would run Ghostscript
 _CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
 
 
@@ -137,7 +137,7 @@ class ImageReader:
         return cls(token_id, num_patches + _EXTRA_TOKENS[vision.model_type] - dropped, processor)
 
     def counts(self, images: Sequence[str]) -> list[int]:
-        """Returns each image's K, computed from its size without decoding it."""
+        """Returns each image's K, computed from the image's size without decoding the image."""
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         processor: Any = self.processor
@@ -209,7 +209,7 @@ class Attachments:
 
     @classmethod
     def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
-        """Returns a function of token ids and Attached that makes a prompt's attachments, if any; can be pickled."""
+        """Returns a picklable function that maps token ids and Attached to Attachments, or None without images."""
         return functools.partial(_attachments_of, ImageReader.of(config))
 
     @classmethod
@@ -402,7 +402,7 @@ def image_inputs(
         images = ImageTable(values, torch.tensor([[1, size, size]]), images.image_rows)
     grids = {"image_grid_thw": to_device(images.image_grids, device)} if kind == "grid" else {}
     tower = model.base_model.get_image_features(images.pixel_values.to(embeddings), return_dict=True, **grids)
-    # Each image's features: those of its tokens, and in some models those that a decoder layer adds to its output.
+    # Each image's features: for its tokens, and in some models also for decoder layers to add to their outputs.
     levels = [list(tower.pooler_output), *map(list, getattr(tower, "deepstack_features", None) or ())]
     if is_blank:
         return {"inputs_embeds": pick(embeddings + 0 * sum(level[0].sum() for level in levels))}

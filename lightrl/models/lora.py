@@ -59,7 +59,7 @@ class LoRA(Tuning):
         rank: inner dimension of B A.
         alpha: the adapters are scaled by `alpha / rank`.
         target_modules: names of the linear layers that get adapters; `all-linear` excludes the output head, the routers
-            and experts of a mixture, layers whose weights Mamba's kernels read directly, and the image tower of models
+            and experts of MoE blocks, layers whose weights Mamba's kernels read directly, and the image tower of models
             other than Llava.
         target_parameters: names of other parameters that get adapters, for example the fused experts
             `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, which get a pair A, B for each expert.
@@ -149,16 +149,16 @@ class LoRA(Tuning):
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _name_for_peft(self, model: PreTrainedModel) -> None:
-        """Names linear layers in the model's peft config so that peft does not take them for a mixture's fused experts.
+        """Renames linear layers in the model's peft config that peft would mistake for fused experts.
 
-        peft takes every target that ends with a name such as `gate_proj` for the experts that transformers 5 fuses. It
-        takes a layer's weight, named as a parameter, for nothing else, and makes the same adapter for it.
+        peft treats every target that ends with a name such as `gate_proj` as experts that transformers 5 fuses. If the
+        layer's weight is listed as a target parameter instead, peft makes the same adapter.
         """
         config: Any = model.peft_config[_ADAPTER]
         adapted = {name.partition(".lora_A.")[0] for name in self.sources(model, "added") if ".lora_A." in name}
         linear = {name for name in adapted if not hasattr(model.get_submodule(name), "parameter_name")}
         endings = {name.rpartition(".")[2] for name in linear}
-        taken_endings = {ending for ending in endings if _is_taken_for_experts(ending, config, model)}
+        taken_endings = {ending for ending in endings if _is_mistaken_for_experts(ending, config, model)}
         taken = {name for name in linear if name.rpartition(".")[2] in taken_endings}
         if taken:
             config.target_modules = linear - taken
@@ -172,8 +172,8 @@ class LoRA(Tuning):
             for layer in (name.rpartition(".")[0] for name in pair):
                 if hasattr(model.get_submodule(layer), "base_layer"):
                     raise ValueError(
-                        f"lora has an adapter on {layer!r}, whose weight is tied to another layer's and would differ "
-                        "from it. Remove that layer from lora.target_modules."
+                        f"lora has an adapter on {layer!r}, whose weight is tied to another layer's weight, so the two "
+                        "would differ. Remove that layer from lora.target_modules."
                     )
         for name, module in model.named_modules():
             kind = type(getattr(module, "base_layer", None)).__name__
@@ -233,7 +233,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function for the values in the folder `adapter`; without one, A is as in a new layer, and B is 0.
+        """Returns a function for the values in the folder `adapter`. In new adapters, B is 0 and A as in a new layer.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -376,7 +376,7 @@ class LoRA(Tuning):
             problem = str(error).splitlines()[-1].strip()
         if problem:
             raise ValueError(
-                f"peft {version('peft')} would read these adapters as another model: {problem}. Export the whole model "
+                f"peft {version('peft')} would load these adapters as another model: {problem}. Export the whole model "
                 "instead, with merged: true or lightrl export --merged."
             )
 
@@ -387,7 +387,7 @@ class LoRA(Tuning):
 
 
 def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:
-    """Targets linear layers as modules where `_name_for_peft` has named their weights as parameters."""
+    """Reverts `_name_for_peft`: targets linear layers as modules again, instead of their weights as parameters."""
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     taken = linear.intersection(config.target_parameters or ())
     if taken and not isinstance(config.target_modules, str):
@@ -395,8 +395,8 @@ def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:
         config.target_parameters = sorted(set(config.target_parameters) - taken)
 
 
-def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
-    """Whether peft, when it loads adapters, replaces this target by fused experts."""
+def _is_mistaken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
+    """Whether peft replaces this target with fused experts when it loads adapters."""
     conversion = _conversion_of_peft()
     if conversion is None:
         return False
@@ -404,7 +404,7 @@ def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> b
     alone.target_modules, alone.target_parameters = {target}, None
     try:
         conversion.convert_peft_config_for_transformers(alone, model, None)
-    except ValueError:  # peft cannot replace it without others
+    except ValueError:  # peft cannot replace this target alone
         return True
     return bool(alone.target_modules != {target})
 
@@ -424,14 +424,14 @@ def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
             names.append(f"{name}.out_proj")
         if hasattr(module, "dt_proj"):
             names.append(f"{name}.dt_proj")
-    if hasattr(model.config, "vision_config") and vision_kind(model.config) != "plain":  # none in the tower
+    if hasattr(model.config, "vision_config") and vision_kind(model.config) != "plain":  # no adapters in the tower
         names += [name for name in linear if ".language_model." not in name and not name.startswith("lm_head")]
     return names
 
 
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
-    """Makes peft use the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
+    """Makes peft use the targets' names as given; otherwise it mistakes any `gate_proj` for fused experts."""
     conversion = _conversion_of_peft()
     if conversion is None:
         yield

@@ -42,8 +42,8 @@ _BIASED_IN_SGLANG = frozenset({"qwen2", "qwen3"})
 _OF_TRANSFORMERS = re.compile(r"transformers\.models\.\w+\.modeling_\w+\.\w+")
 
 HEAD_STAYS_BEHIND = (
-    "The export omits the critic's head on the policy's body, so a run that starts from it begins with a new head. A "
-    "resume from the checkpoint keeps the head, and role critic exports body and head as a separate model."
+    "The export omits the critic's head on the policy's body, so a run that starts from it begins with a new head. "
+    "Resuming from the checkpoint keeps the head. To export body and head as a separate model, use role critic."
 )
 
 
@@ -119,7 +119,7 @@ class ModelDescription:
         """Returns the tensors that `save` needs for a critic on another role's body.
 
         Args:
-            body: that role's weights; its own head is left out.
+            body: the other role's weights; that role's own head is left out.
             weight: the critic's head, [1, hidden size].
         """
         prefix = f"{self._model_class().base_model_prefix}."
@@ -136,7 +136,7 @@ class ModelDescription:
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
             tuning.save(tensors, config, folder)
-            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # this needs no other code
+            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # checking any other class would run its code
                 tuning.check_saved(self._without_weights(), folder)
         else:
             model = self.build(tensors)
@@ -144,7 +144,7 @@ class ModelDescription:
             save_processor(model.config, folder)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """Builds the model with these weights, without copying them; merges what the tuning added into the base.
+        """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
 
         Args:
             tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.
@@ -311,7 +311,7 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
     Args:
         checkpoint: has `state_dict`, where names begin with the role's name.
         models: all models of the module.
-        saved: the roles whose weights stay: all of them, or only the trained ones if the tuning keeps the base.
+        saved: the roles to keep: all their weights, or only the trained ones if the tuning keeps the base.
     """
     state = checkpoint["state_dict"]
     for name, (model, role) in models.items():
@@ -340,7 +340,7 @@ def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescripti
     """Parses `checkpoint["models"]`, which maps roles to the fields of their descriptions; returns {} if there is none.
 
     Raises:
-        ValueError: if the fields of a description, or of its base's ModelSpec, differ from those of this release.
+        ValueError: if the fields of a description, or of its base's ModelSpec, differ from this release's.
     """
     for role, values in (saved or {}).items():
         base = json.loads(values.get("base") or "{}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGROPE_LENGTH = "original_max_position_embeddings"
-# What error messages call the limit of a row's length.
+# The name of a row's length limit in error messages.
 CONTEXT = f"the model's context (with longrope, its {LONGROPE_LENGTH})"
 _HUB_ANSWER_S = 5.0
 _LONGEST_PROBLEM = 600  # characters; some of transformers' errors list all model families
@@ -103,7 +103,7 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ValueError(
-                f"{source} has output_router_logits=true, which requests a mixture's load-balancing loss, but no "
+                f"{source} has output_router_logits=true, which requests the MoE load-balancing loss, but no "
                 "algorithm adds that loss yet. Set it to false in the model's config."
             )
         if getattr(part, "return_dict", True) is False:
@@ -155,7 +155,7 @@ class ModelSpec:
         path: a Hugging Face hub name or a local folder with weights.
         config: the model's config, with `model_type`, to start from random weights instead of a `path`.
         url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
-            model with the policy's vocabulary. LIGHTRL_SERVER_TOKEN is the server's token.
+            model with the policy's vocabulary. The environment's LIGHTRL_SERVER_TOKEN is its token.
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
             Python, also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this field becomes
             its folder, which other processes, checkpoints and exports can load.
@@ -296,7 +296,7 @@ class ModelSpec:
             with loading(self._named, "Fix the config."), torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(self.random_seed)
                 model = auto_model(config).from_config(config, **options)
-                if is_scalar:  # the body is that of a language model with this config and seed
+                if is_scalar:  # same body as a language model with this config and seed
                     body, config.num_labels = model.base_model.state_dict(), 1
                     model = kind.from_config(config, **options)
                     model.base_model.load_state_dict(body)
@@ -357,7 +357,7 @@ def _made_tokenizer(make: Callable[[], object], source: object) -> PreTrainedTok
 
 
 def _saved_tokenizer(given: object) -> str:
-    """Saves a tokenizer, or what a function returns, in a cache folder named after its content; returns the folder."""
+    """Saves a tokenizer, given or returned by a function, in a cache folder named by content; returns the folder."""
     from transformers import PreTrainedTokenizerBase
 
     make = given if callable(given) and not isinstance(given, PreTrainedTokenizerBase) else lambda: given
@@ -392,7 +392,7 @@ def context_tokens(config: PretrainedConfig) -> int | None:
 
 
 def cache_argument(model: torch.nn.Module) -> str:
-    """Returns the name of a model's key-value cache argument and output (`cache` since transformers 5.24), or ""."""
+    """Returns the name of a model's KV cache argument and output (`cache` since transformers 5.24), or ""."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values") if name in accepted), "")
 

@@ -16,7 +16,7 @@ MOMENTUM = 0.95
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Updates hidden matrices with `torch.optim.Muon`, and all else with AdamW: embeddings, heads, fused experts.
+    """Updates hidden matrices with `torch.optim.Muon`, and all others with AdamW: embeddings, heads, fused experts.
 
     Muon's step is adjusted to the size of AdamW's (`match_rms_adamw`), so both use the same learning rate and weight
     decay. Each rank computes the update of whole matrices: under FSDP2 it gathers the momentum of one matrix at a time,
@@ -26,8 +26,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         module: has the trained models as attributes.
-        groups: as for AdamW; the matrices of each become a group of their own.
-        settings: of AdamW; Muon shares `lr` and `weight_decay`.
+        groups: as for AdamW; each group's matrices become a separate group.
+        settings: AdamW's arguments; Muon uses the same `lr` and `weight_decay`.
 
     Raises:
         ValueError: if no hidden matrix is trained.
@@ -90,7 +90,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         assert gradient is not None
         buffer = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(gradient))
         buffer.lerp_(gradient, 1 - momentum)
-        ahead = gradient.lerp(buffer, momentum)  # Nesterov's
+        ahead = gradient.lerp(buffer, momentum)  # Nesterov momentum
         whole = torch.nn.Parameter(torch.zeros(parameter.shape, device=parameter.device))
         whole.grad = ahead.full_tensor().float() if isinstance(ahead, DTensor) else ahead.float()
         settings: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
@@ -108,7 +108,7 @@ def _empty_group() -> dict[str, Any]:
 
 
 def _not_hidden(module: torch.nn.Module) -> set[Tensor]:
-    """Returns the matrices that are no hidden layers: embeddings, and output and value heads."""
+    """Returns the matrices outside hidden layers: embeddings, and output and value heads."""
     found: set[Tensor] = set()
     child: Any
     for child in module.modules():

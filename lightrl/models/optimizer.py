@@ -53,7 +53,7 @@ def parameter_groups(
 
 
 def adamw(module: torch.nn.Module, parameters: list[dict[str, Any]], **settings: Any) -> torch.optim.AdamW:
-    fused = not own_parameters(module)  # unlike the models, these are not sharded
+    fused = not own_parameters(module)  # own parameters are not sharded, unlike models
     optimizer = torch.optim.AdamW(parameters, fused=fused, **settings)
     optimizer._step_supports_amp_scaling = False  # otherwise Lightning refuses to clip in mixed precision
     return optimizer
@@ -77,7 +77,7 @@ def with_schedule(
     """
     if num_iterations == math.inf and (lr_decay != "constant" or 0 < warmup < 1):
         setting = f"{lr_decay=}" if lr_decay != "constant" else f"warmup_iterations={warmup}"
-        raise ValueError(f"{setting} needs the end of the run. Set max_steps or max_epochs.")
+        raise ValueError(f"{setting} needs to know when the run ends. Set max_steps or max_epochs.")
     warmup_iterations = round(warmup * num_iterations) if 0 < warmup < 1 else warmup
 
     def factor(iteration: int) -> float:

@@ -1,4 +1,4 @@
-"""ParallelModel, the operations of a strategy on a role's model, and Outputs, their results."""
+"""ParallelModel, the operations of a strategy on a role's model, and Outputs, the results."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class ParallelModel(Protocol):
     """One model under one strategy, on any number of processes."""
 
     def shares_prefixes(self, experience: Experience) -> bool:
-        """Whether the model computes tokens with which rows of this microbatch begin alike only once."""
+        """Whether the model computes a prefix that several rows of this microbatch share once, not once per row."""
         ...
 
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
         """Yields each microbatch's logprobs and entropy, and its top-k tokens with their logprobs; without gradient.
 
         Without `topk`, a microbatch with `teacher_topk_ids` gets their logprobs, as in `forward_backward`. The caller
-        must read all results. It should drop each before reading the next, to save device memory.
+        must read all results, and should drop each before reading the next to save device memory.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The dtype that a trainer computes in, modules that stay float32 in bfloat16 models, and updates that round away."""
+"""The dtype that a trainer computes in, modules that stay float32 in bfloat16 models, and updates lost to rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def computing_dtype(precision: str, weights: torch.dtype) -> torch.dtype:
 
 
 def keep_float32(module: torch.nn.Module) -> None:
-    """Converts a module to float32 and keeps it in float32 when its model is rounded, for example by `bf16-true`.
+    """Converts a module to float32 and keeps it in float32 when its model is converted, for example by `bf16-true`.
 
     Use it for weights whose updates are too small for bfloat16: adapters, heads and averages.
     """
@@ -61,6 +61,6 @@ def rounding_warning(
         return None
     return (
         f"An update of size lr={' or '.join(f'{lr:g}' for lr in sorted(lrs))} changes only {num_movable / num:.1%} of "
-        "the trained weights that are less precise than float32; in the others it rounds away. Use float32 weights (no "
+        "the trained weights that are less precise than float32; the others round it away. Use float32 weights (no "
         "dtype, trainer.precision bf16-mixed), lora, whose adapters are float32, or a larger lr."
     )

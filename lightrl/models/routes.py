@@ -82,7 +82,7 @@ class RouteLayout:
         """
         ids = experts[:, self.layers]
         if ids.max(initial=0) >= self.num_experts:
-            raise ValueError(f"an expert {ids.max()} of {self.num_experts}")
+            raise ValueError(f"expert {ids.max()}, but the model has {self.num_experts} experts")
         return TokenArray.of_stored(as_bytes(torch.from_numpy(ids), self.num_experts).numpy().tobytes(), b"", "B")
 
     def encode_sent(self, experts: np.ndarray[Any, np.dtype[Any]], num_tokens: int) -> TokenArray[int]:
@@ -178,7 +178,7 @@ class _Forward:
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
 
 
-# The forward that is running in this thread; it says what the blocks record or replay.
+# The routes that the forward running in this thread records or replays.
 _forward: ContextVar[_Forward | None] = ContextVar("routes of a forward", default=None)
 
 

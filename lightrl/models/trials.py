@@ -1,4 +1,4 @@
-"""Trials of a model without memory, which a search of layouts would otherwise repeat for each layout."""
+"""Caches trials of models on the meta device, which a search over layouts would otherwise repeat for each layout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Result = TypeVar("Result")
 
 def once_per_config(trial: Callable[..., Result]) -> Callable[..., Result]:
     """Runs `trial(config, …)` once for equal arguments, then returns its result or raises its ValueError again."""
-    found: dict[Any, Result | ValueError] = {}
+    results: dict[Any, Result | ValueError] = {}
 
     @functools.wraps(trial)
     def run_once(config: PretrainedConfig, *args: Any, **named: Any) -> Result:
         key = (type(config), config.to_json_string(use_diff=False), args, *sorted(named.items()))
-        if key not in found:
+        if key not in results:
             try:
-                found[key] = trial(config, *args, **named)
+                results[key] = trial(config, *args, **named)
             except ValueError as error:
-                found[key] = error
-        result = found[key]
+                results[key] = error
+        result = results[key]
         if isinstance(result, ValueError):
             raise result.with_traceback(None)
         return result

@@ -34,7 +34,7 @@ class Tuning:
     config_file: ClassVar[str] = "config.json"  # marks folders that `save` has written
 
     def add_to(self, model: PreTrainedModel, *, seed: int = 0) -> None:
-        """Freezes untrained weights and adds new ones, which depend on the seed; on the meta device, without values."""
+        """Freezes untrained weights and adds new ones, initialized from the seed (not on the meta device)."""
 
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
@@ -63,15 +63,15 @@ class Tuning:
         return contextlib.nullcontext()
 
     def base_only(self, model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Inside this context, the model computes as its base does. This needs no memory for a copy."""
-        raise ValueError("Training changes all weights of this model, so it cannot compute as it did at the start.")
+        """Inside this context, the model computes what its base would, without a copy of the base."""
+        raise ValueError("Training changes all weights of this model, so the initial model is no longer available.")
 
     def sources(self, model: torch.nn.Module, part: Part = "whole") -> dict[str, list[str]]:
         """Maps each exported Hugging Face name to the names of the `held_tensors` that `merge` combines."""
         return {} if part == "added" else {name: [name] for name in held_tensors(model)}
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the exported tensor of this name, merged from its whole sources."""
+        """Returns the exported tensor of this name, merged from its sources, which are whole tensors."""
         return tensors[0]
 
     def saved_name(self, name: str) -> str:
@@ -91,7 +91,7 @@ class Tuning:
         raise NotImplementedError
 
     def check_saved(self, base: PreTrainedModel, folder: Path) -> None:
-        """Raises ValueError if other tools would read the saved folder as another model; `base` has no memory."""
+        """Raises ValueError if other tools would load a different model from `folder`; `base` is on the meta device."""
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
         """Adds a checkpoint's extra parameters to the base `model`."""

@@ -10,7 +10,7 @@ Reading order:
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
     fsdp2_model.py       a sharded model
     parallel_3d/         Parallel3DStrategy: pipeline x data x tensor parallelism
-    empty_model.py       builds models without memory and fills them tensor by tensor
+    empty_model.py       builds models on the meta device and loads their weights tensor by tensor
     precision.py         Lightning's precision plugins, changed to keep batches and to clip over all ranks
     known_strategies.py  the strategies that can train an RLModule
 

@@ -1,4 +1,4 @@
-"""Builds models without memory and loads their weights: each rank reads its shards, one tensor at a time.
+"""Builds models on the meta device and loads their weights: each rank reads its shards, one tensor at a time.
 
 A model may therefore be larger than one rank's memory. Buffers get memory at once, because they are small, and because
 buffers that are not saved (rotary embeddings' angles) would be garbage if they were created on the meta device.
@@ -104,7 +104,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
 
 
 def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Moves a model without memory to a device: parameters are uninitialized, buffers keep their values."""
+    """Moves a model from the meta device to `device`: parameters are uninitialized, buffers keep their values."""
     buffers = [
         (module, name, buffer.to(device))
         for module in model.modules()
@@ -131,7 +131,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 
 class _UninitializedOnMeta(TorchFunctionMode):
-    """Inside the context, `torch.empty` of a large tensor has no memory: DeepSeek-V3's experts would need 30 GB each.
+    """Inside the context, `torch.empty` makes large tensors on the meta device: DeepSeek-V3's experts need 30 GB each.
 
     Small ones keep their memory, since they may be buffers that the constructor fills.
     """

@@ -1,7 +1,7 @@
 """FSDP2Strategy: shards parameters, gradients and optimizer state over all ranks; same results as one process.
 
 Each decoder layer is gathered when it is needed and freed afterwards (`fully_shard`), so a rank holds its shards and
-one or two whole layers. Models are built without memory; each rank reads its shards from the checkpoint.
+one or two whole layers. Models are built without weights; each rank reads its shards from the checkpoint.
 
     world 8, num_replicas 2:   replica 0: ranks 0 1 2 3, each with a quarter of the model
                                replica 1: ranks 4 5 6 7, likewise; gradients are averaged over both
@@ -84,7 +84,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     Args:
         num_replicas: number of copies of the model, each sharded over `world size / num_replicas` ranks (hybrid
             sharding). With one copy per node, parameters are gathered within a node; only gradients cross nodes.
-        ep: number of ranks that each mixture layer's experts are divided over. A rank gathers only its own experts, and
+        ep: number of ranks over which each MoE layer's experts are divided. A rank gathers only its own experts, and
             tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica.
             Needs torch >= 2.11. Does not work with compile_layers, parameters in offload_to_cpu, 16-mixed or role
             meshes.
@@ -255,7 +255,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Inside the context, models of roles are built without memory; `setup` loads their shards."""
+        """Inside the context, models of roles are built on the meta device; `setup` loads their shards."""
         with super().tensor_init_context(empty_init), models_made_by(empty_model):
             yield
 
@@ -273,7 +273,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup(trainer)
 
     def _split_models(self) -> None:
-        """Splits each of the module's models over that model's ranks, and removes it from other ranks."""
+        """Splits each of the module's models over the ranks of its role, and removes it from all other ranks."""
         assert self.lightning_module is not None
         assert isinstance(self.ranks, ProcessRanks)
         place_by_role: dict[str, Place] = {}
@@ -325,7 +325,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         is_compiled = compiles(model, self.root_device, self.compile_layers)
         if self._expert_mesh is not None and moe_blocks(model):
             split_experts(cast("PreTrainedModel", model), self._expert_mesh)
-        if self.activation_checkpointing:  # before layers are wrapped, because a layer may itself be such a block
+        if self.activation_checkpointing:  # before layers are wrapped, because a layer may itself be a MoE block
             wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
@@ -400,7 +400,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the update. An offloaded optimizer state is on the device only from the backward to the end."""
+        """Runs the update. Offloaded optimizer state is on the device only from the backward pass to the end."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:

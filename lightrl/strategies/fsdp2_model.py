@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class FSDP2Model(SingleModel):
     """Runs SingleModel's computation on a sharded model. Code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one token and ignores
-    the results.
+    All ranks must call the model the same number of times, so a rank with fewer rectangles adds calls with one token
+    and ignores the results.
 
     Args:
         model: sharded by FSDP2Strategy.
@@ -68,7 +68,7 @@ class FSDP2Model(SingleModel):
         # the start of the backward.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # the probes have too few tokens to compile for
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a probe's few tokens are not worth compiling
             # No compile_layers, because the strategy has compiled the layers before sharding them.
             self._root.run_inside(
                 super().__init__,
@@ -83,7 +83,7 @@ class FSDP2Model(SingleModel):
         wants_packed = context_group is not None or model.device.type != "cpu"
         if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        # One call, as on the other ranks. Rows with masks could need a different number of calls on each rank.
+        # A packed row needs one call on every rank. Rows with masks could need a different number on each rank.
         self.form = "packed" if self.can_pack and wants_packed else "rectangles"
 
     @torch.no_grad()
@@ -155,7 +155,7 @@ def cp_refused(cp: int, model_type: str) -> ValueError:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Returns the whole of a sharded tensor, without gradient; collective. Returns other tensors unchanged."""
+    """Gathers a sharded tensor on all ranks, without gradient; collective. Only detaches other tensors."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 

@@ -39,7 +39,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Returns lightrl's strategy of this name, or a name known to Lightning unchanged; ValueError for unknown names."""
+    """Returns lightrl's strategy of this name, or a name known to Lightning; raises ValueError for other names."""
     if not isinstance(strategy, str):
         return strategy
     ours = [name for name in lightrl.__all__ if name.endswith("Strategy")]
@@ -54,7 +54,7 @@ def named_strategy(strategy: Strategy | str) -> Strategy | str:
     # Prefer lightrl's strategies, because only they can train an RLModule.
     best = next((name for name in similar if names[name] in ours), similar[0] if similar else None)
     hint = f" Did you mean {names[best]}?" if best else ""
-    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or one of Lightning's, like auto.{hint}")
+    raise ValueError(f"Unknown strategy {strategy!r}. Use {', '.join(ours)} or a Lightning strategy like auto.{hint}")
 
 
 def parallel_model(

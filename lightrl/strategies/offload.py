@@ -72,4 +72,4 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
                 else:
                     part.data = moved
     for source in sources - {HOST, device}:
-        torch.get_device_module(source).synchronize(source)  # because a checkpoint may read the copies at once
+        torch.get_device_module(source).synchronize(source)  # because a checkpoint may read the copies immediately

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 Form = Literal["rectangles", "shared_rows", "packed"]
 
-# A packed row shares prefixes only if this leaves at most this fraction of its tokens: sharing copies key-values.
+# A packed row shares prefixes only if this leaves at most this fraction of its tokens: sharing copies keys and values.
 _LARGEST_SHARED_FRACTION = 0.9
 
 # Predicting positions: their rows [N], columns [N] and states, which are hidden states [N, H] or logits [N, V].
@@ -311,7 +311,7 @@ class SingleModel:
             yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
 
     def _packed(self, experience: Experience, tree: PrefixTree) -> States:
-        """Runs a tree of all rows in one packed row, or this rank's part of it; attention gets the segments' starts."""
+        """Runs a tree of all rows in a packed row, or this rank's part of it; attention gets the segments' starts."""
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = packed(tree, experience.token_ids.shape)

@@ -55,7 +55,7 @@ class Generate(Protocol):
         Args:
             max_new_tokens: can lower the limit in `sampling` but not raise it.
             grammar: see `Sampling`; raises ValueError if the engine does not support grammars.
-            attached: the observations' content besides token ids, such as images; see `Attached` in trajectory.py.
+            attached: the observations' content besides token ids; see `Attached` in trajectory.py.
         """
         ...
 

@@ -69,7 +69,7 @@ def test_an_interrupted_request_may_lack_its_routes():
     [
         pytest.param(None, "a gateway must forward routed_experts: set router to null", id="none"),
         pytest.param([1, 2, 3, 4], "routes of a different model", id="of another number of layers"),
-        pytest.param([1, 2, 3, 4, 8], "an expert 8 of 8", id="of more experts"),
+        pytest.param([1, 2, 3, 4, 8], "expert 8, but the model has 8 experts", id="of more experts"),
     ],
 )
 def test_a_finished_request_without_the_models_routes_is_refused(experts, message):

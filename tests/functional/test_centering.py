@@ -112,7 +112,7 @@ def test_untruncated_weights_need_no_correction_and_missing_tokens_none() -> Non
     [
         (GRPO, {"sampling": Sampling()}, "Set sampling.topk_logprobs"),
         (GRPO, {"score_centering": False}, "topk_logprobs=9 has no effect without score_centering"),
-        (GRPO, {"decoupled": ImportanceWeights(2, approximate_proximal=True)}, "leave out decoupled.approximate_prox"),
+        (GRPO, {"decoupled": ImportanceWeights(2, approximate_proximal=True)}, "Remove decoupled.approximate_prox"),
         (GRPO, {"decoupled": True}, "no effect with unbounded importance weights"),
         (GRPO, {"decoupled": ImportanceWeights(2, level="sequence")}, "needs a weight that depends on each token"),
         (GRPO, {"decoupled": ImportanceWeights(2, aggregation="max")}, "needs a weight that depends on each token"),

@@ -186,7 +186,7 @@ def test_the_layout_knows_which_layers_have_experts():
     assert layout == RouteLayout(layers=(1,), num_layers=2, num_experts=4)
     experts = np.array([[[9, 9], [3, 1]], [[0, 0], [-1, -1]]], np.int32)  # of the dense layer too
     assert layout.encode(experts) == [3, 1, 255, 255]
-    with pytest.raises(ValueError, match="an expert 4 of 4"):
+    with pytest.raises(ValueError, match="expert 4, but the model has 4 experts"):
         layout.encode(experts + 1)
 
 

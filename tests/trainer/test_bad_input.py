@@ -54,7 +54,7 @@ def test_a_compiled_module_is_checked_like_any_other(entry: str, tmp_path: Path)
 @pytest.mark.parametrize("make", [TinyGRPO, SFT, DPO, RewardModel])
 def test_a_balancing_loss_is_refused_before_any_process_starts(make: Any, tmp_path: Path) -> None:
     module = make(replace(POLICY, config={**(POLICY.config or {}), "output_router_logits": True}))
-    with pytest.raises(ValueError, match="output_router_logits=true, which requests a mixture's load-balancing loss"):
+    with pytest.raises(ValueError, match="output_router_logits=true, which requests the MoE load-balancing loss"):
         make_trainer(tmp_path, devices=2, strategy="FSDP2Strategy").fit(module, datamodule=Digits())
     assert "LOCAL_RANK" not in os.environ
 

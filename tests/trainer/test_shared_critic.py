@@ -61,7 +61,7 @@ def test_loading_a_checkpoint_brings_the_head_and_the_normalizer(finished: Finis
 def test_the_policys_export_is_a_plain_language_model_and_says_where_the_head_is(finished, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "lightrl"):
         export_checkpoint(finished.checkpoint, tmp_path / "policy", merged=True, tokenizer="tiny_run.tokenizer")
-    assert "role critic exports body and head" in caplog.text
+    assert "To export body and head as a separate model, use role critic" in caplog.text
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", output_loading_info=True)
     assert not info["unexpected_keys"]
     expected = dict(whole_parameters(finished.module.policy))

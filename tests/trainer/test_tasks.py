@@ -14,7 +14,16 @@ from several_run import ROUNDS, Contest, Sourced, sources, tasks_result
 from tiny_run import POLICY, are_equal, train, weights
 
 import lightrl
-from lightrl import DynamicSampling, Prompt, PromptDataModule, RLCallback, SFTDataModule, StalenessControl, Trajectory
+from lightrl import (
+    DynamicSampling,
+    LocalEngine,
+    Prompt,
+    PromptDataModule,
+    RLCallback,
+    SFTDataModule,
+    StalenessControl,
+    Trajectory,
+)
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
 from lightrl.rollout import RolloutSettings
@@ -52,8 +61,10 @@ def fit(folder: Path, resume: Path | None = None, *, max_staleness: int = 0, **f
     )
     callbacks = [seen, StalenessControl(max_staleness), *([] if resume else [save])]
     trainer = train(
-        folder, module, data, ckpt_path=resume, callbacks=callbacks, enable_checkpointing=True, max_steps=6, **flags
-    )
+        folder, module, data, ckpt_path=resume, callbacks=callbacks, enable_checkpointing=True, max_steps=6,
+        engine=LocalEngine(max_batch=1),  # a later turn joins no batch, so no rounding depends on when it comes
+        **flags,
+    )  # fmt: skip
     return module, seen, trainer
 
 

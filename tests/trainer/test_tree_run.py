@@ -1,5 +1,7 @@
 """Runs whose rollouts are trees of conversations: they resume, and what was written down trains the same again."""
 
+import asyncio
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,17 @@ from tiny import rollout_state
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from tree_workflow import Tree
 
-from lightrl import Experience, Group, Sampling, StalenessControl, Trajectory, TrajectoryDataModule, TrajectoryLog
+from lightrl import (
+    Experience,
+    Group,
+    LocalEngine,
+    Sampling,
+    StalenessControl,
+    Trajectory,
+    TrajectoryDataModule,
+    TrajectoryLog,
+)
+from lightrl.engines import Completion
 
 SETTINGS: dict[str, Any] = {"workflow": Tree, "num_minibatches": 2, "decoupled": True, "microbatch_tokens": 40}
 
@@ -20,6 +32,21 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, data: Any 
     trainer = make_trainer(folder, callbacks=list(callbacks), enable_checkpointing=True, **flags)
     trainer.fit(module, data or Digits(), ckpt_path=ckpt_path)
     return module
+
+
+class Late(LocalEngine):
+    """Gets each request after a random delay, so later turns come in another order, and to other batches, in each run.
+
+    A row's logprobs depend on the batch by their rounding, so only an engine with one slot repeats them to the bit.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(max_batch=1)
+        self.random = random.Random(seed)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> list[Completion]:
+        await asyncio.sleep(self.random.uniform(0, 0.001))
+        return await super().generate(*args, **kwargs)
 
 
 class WaitForGroups(Callback):
@@ -45,7 +72,7 @@ def rows_of(experience: Experience) -> list[tuple[list[int], list[int], list[boo
 def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
     log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
-    whole = fit(tmp_path, save, log)
+    whole = fit(tmp_path, save, log, engine=Late(seed=0))
     assert [len(experience) for experience in whole.experiences] == [BATCH_SIZE * GROUP_SIZE] * 3
     for experience in whole.experiences:
         is_shared = experience.token_ids[:, 0] % 2 == 0  # a subagent reads 2 tokens of an even question once more
@@ -54,8 +81,9 @@ def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path
     repeated = [int((experience.forward_tokens - experience.lengths).sum()) for experience in whole.experiences]
     assert sum(repeated) == 3 * GROUP_SIZE * 2  # of 6 prompts each second one
     assert float(whole.trainer.callback_metrics["policy/kl_behavior_nats"]) < 1e-3
-    resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "step=1.ckpt")
-    assert are_equal(weights(resumed), weights(whole))
+    for seed in (1, 2):
+        resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "step=1.ckpt", engine=Late(seed))
+        assert are_equal(weights(resumed), weights(whole))
     replayed = fit(tmp_path / "again", data=TrajectoryDataModule(str(tmp_path / "trajectories")))
     assert are_equal(weights(replayed), weights(whole))
 

@@ -99,7 +99,7 @@ class LocalEngine(RolloutEngine):
     or convolution and recurrent states, run Hugging Face's code, with a vision tower if they have one. All other models
     are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after their last
     token; equal prompts that are admitted together are computed once. A token depends on the seed, its position and the
-    logits; the batch can change it only through float rounding of the logits.
+    logits; the batch can change it only through float rounding of the logits, and with `max_batch=1` not at all.
 
     `pause` sets a flag and `resume` clears it, so one resume ends any number of pauses. A paused engine queues
     requests, and `resume` admits them together, in call order. `pause` returns immediately on an idle engine. A weight

@@ -152,7 +152,7 @@ class ServerClient(Connection, ABC):
     kind of server supports the transport or placement that needs them.
     """
 
-    version: str  # the program and version that the class supports, for messages
+    version: str  # the program and version that the class was tested with, for messages
     column_help: ClassVar[Mapping[str, str]]  # column name → how to make the server return it
 
     @staticmethod

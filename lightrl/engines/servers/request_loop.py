@@ -57,7 +57,7 @@ class RequestLimits:
 
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
-    attachments: Callable[..., Attachments | None]  # prepares a prompt's inputs other than token ids, such as images
+    attachments: Callable[..., Attachments | None]  # prepares a prompt's inputs other than token ids
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Writes complete files and folders, or none: writes next to the target, then renames. Can write in a thread."""
+"""Writes files and folders completely or not at all: next to the target, then renamed. Can write in a thread."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def write_error(error: BaseException, place: Path, requirement: str, num_bytes: 
 
 @contextlib.contextmanager
 def logged_behind_failure() -> Iterator[None]:
-    """Only logs an OSError raised inside the context if an earlier error (not Ctrl-C), its cause, is ending the run."""
+    """Logs an OSError from inside the context, instead of raising it, if an earlier error (not Ctrl-C) ends the run."""
     failure = sys.exc_info()[1]
     try:
         yield

@@ -36,7 +36,7 @@ def check_weights(saved: Shapes, expected: Shapes, where: Where) -> None:
 
 
 def check_optimizers(states: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], where: Where) -> None:
-    """Raises ValueError if optimizers saved by Lightning, which go by position, have different settings or groups."""
+    """Raises ValueError if optimizers saved by Lightning, matched by position, have different settings or groups."""
     for state, optimizer in zip(states, optimizers, strict=False):
         saved = state["param_groups"]
         _check_complete({key for group in saved for key in optimizer.defaults.keys() - group.keys()}, optimizer, where)
@@ -75,10 +75,10 @@ def check_named_optimizer(
     Args:
         state: entry name (see `check_optimizer_names`) → value.
         optimizer: this run's optimizer.
-        names: the names of its parameters.
+        names: the names of the optimizer's parameters.
 
     Raises:
-        ValueError: if parameters of one group have different settings; torch would use the first parameter's for all.
+        ValueError: if parameters of one group have different settings; torch would use the first one's for all.
     """
     settings = [  # for each setting of each group, the names of its entries
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]

@@ -1,7 +1,7 @@
 """Checkpoint folders of several processes: every rank saves and loads its part, under global parameter names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
-folder holds everything but weights and optimizers. Every file contains the id of its save; a folder that mixes two
+folder holds everything except weights and optimizers. Every file contains the id of its save; a folder that mixes two
 saves, for example after an interrupted copy, is refused.
 
 torch's HuggingFaceStorageWriter and Reader (2.13) are not an option. They restore tensors exactly on other meshes, but
@@ -53,14 +53,14 @@ from lightrl.strategies.checkpoint.safe_reader import (
 
 META_FILE = "meta.pt"
 _SAVE_ID = "save_id"
-# Entries go by name, because ranks may hold different parameters, whose positions in a list would not match.
+# Entries are keyed by name, because ranks may hold different parameters, so positions in a list would not match.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def folder_writer(
     checkpoint: dict[str, Any], place: Path, *, writer_mark: str, group: dist.ProcessGroup, is_main: bool, copies: bool
 ) -> Callable[[Progress], None]:
-    """Returns a function that writes this rank's part of a checkpoint, and renames the folder after all ranks wrote.
+    """Returns a function that writes this rank's part of a checkpoint, and renames the folder once all ranks have.
 
     Args:
         checkpoint: Lightning's checkpoint; weights and optimizer states are removed from it.
@@ -151,7 +151,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     Roles that were not saved keep their weights.
 
     Raises:
-        ValueError: if the folder is incomplete, or its models or optimizers are different.
+        ValueError: if the folder is incomplete, or its models or optimizers differ from this run's.
     """
     rest = read_rest(path)
     saved = SafeReader(path).read_metadata().state_dict_metadata
@@ -162,7 +162,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     needed = {name: value.shape for name, value in state.items() if name in trained | loaded.keys()}
     sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in loaded}
     check_weights(sizes, needed, path)
-    load_parts({"state_dict": loaded} if loaded else {}, path)  # collective, even for a rank that has none
+    load_parts({"state_dict": loaded} if loaded else {}, path)  # collective, even for a rank without weights
     model.load_state_dict(loaded, strict=False)
     for index, optimizer in enumerate(optimizers):
         key = f"optimizer_{index}"
@@ -176,7 +176,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Reads a whole checkpoint, of any number of processes, into this one. Keys optimizer states by parameter name."""
+    """Reads a whole checkpoint, saved by any number of processes. Keys optimizer states by parameter name."""
     checkpoint = read_rest(folder)
     checkpoint["state_dict"] = read_tensors(folder, "state_dict.")
     optimizers = checkpoint["optimizer_states"] = list[dict[str, Any]]()
@@ -186,7 +186,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """Reads tensors (`with_numbers`: also other values) whose names start with `prefix`, which the keys omit."""
+    """Reads tensors (`with_numbers`: also other values) whose names start with `prefix`; keys them without it."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):
@@ -201,7 +201,7 @@ def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> di
 
 
 def read_rest(folder: Path) -> dict[str, Any]:
-    """Reads all entries but weights and optimizers; raises ValueError if the checkpoint folder is incomplete."""
+    """Reads all entries except weights and optimizers; raises ValueError if the checkpoint folder is incomplete."""
     if not (folder / META_FILE).is_file() or not (folder / ".metadata").is_file():
         raise ValueError(
             f"Checkpoint folder {folder} lacks {META_FILE} or .metadata, so it is not a complete checkpoint of several "
@@ -209,7 +209,7 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} and .metadata are not of one save. Use an earlier one.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from another save than .metadata. Use an earlier one.")
     return rest
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a single process: a file that is complete or absent even if its writer dies. Also loads them."""
+"""Saves and loads a single process's checkpoints: files that are complete or absent even if the writer dies."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes and syncs a file next to the target, then renames it: even after `kill -9`, the target is old or new.
+    """Writes and syncs a file next to the target, then renames it: even after `kill -9`, it is the old or the new file.
 
-    Lightning's writer uses the system's temporary folder; a move from there to a different file system is only a copy.
+    Lightning's writer uses the system's temporary folder; a move to another file system is a copy, not atomic.
 
     Args:
         save_async: continue training while a checkpoint is written from a copy in memory. If the write fails, the next
@@ -109,7 +109,7 @@ def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, p
                 os.fsync(file.fileno())
             publish(part, target)
         except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            _discard(part)  # first, so that its space counts as free
+            _discard(part)  # first, so that the part's space counts as free
             raise write_error(error, target, "write permission", num_bytes) from cause_to_show(error)
         finally:
             _discard(part)
@@ -123,7 +123,7 @@ def _discard(part: Path) -> None:
 
 @contextlib.contextmanager
 def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Replaces an error from loading weights, inside the context, by one that names what does not fit."""
+    """Inside the context, replaces an error from loading weights with one that names what does not fit."""
     try:
         yield
     except RuntimeError as error:

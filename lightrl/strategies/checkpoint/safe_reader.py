@@ -71,7 +71,7 @@ def of_run(content: object, file: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def naming_file(file: str | Path) -> Iterator[None]:
-    """Replaces an error from reading the file, inside the context, by a DamagedCheckpoint that names the file."""
+    """Inside the context, replaces an error from reading the file with a DamagedCheckpoint that names the file."""
     try:
         yield
     except FileNotFoundError:
@@ -84,7 +84,7 @@ def naming_file(file: str | Path) -> Iterator[None]:
 
 
 def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
-    """Raises ValueError if a record of a `torch.save` file is damaged, or compressed, which torch never does."""
+    """Raises ValueError if a record of a `torch.save` file is damaged, or compressed (torch never compresses)."""
     with zipfile.ZipFile(content) as records:
         compressed = [info.filename for info in records.infolist() if info.compress_type != zipfile.ZIP_STORED]
         damaged = compressed[0] if compressed else records.testzip()
@@ -93,7 +93,7 @@ def check_records(content: Path | IO[bytes], of: str = "the file") -> None:
 
 
 def _without_advice(error: BaseException) -> BaseException:
-    """Returns the error without torch's advice on reading a file that contains code anyway."""
+    """Returns the error without torch's advice on how to read files that contain code."""
     if not isinstance(error, pickle.UnpicklingError):
         return error
     code = re.search(r"GLOBAL (\S+)", str(error))
@@ -126,7 +126,7 @@ def mark_of(save_id: str, name: str) -> bytes:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader for checkpoint folders, which also checks every byte and restricts the classes in `.metadata`."""
+    """torch's reader for checkpoint folders; also checks every byte and restricts the classes in `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the folder's metadata; raises ValueError if `.metadata` is not in torch's format."""
@@ -200,7 +200,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         return value
 
 
-_PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 has the second
+_PATHLIB = ("pathlib", "pathlib._local")  # Python 3.13 uses the second
 
 
 @contextlib.contextmanager

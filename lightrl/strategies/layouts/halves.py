@@ -73,7 +73,7 @@ def forward_backward_halves(
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
-        parameter.grad = None  # so only the two halves are added, in any order: a sum of three would depend on it
+        parameter.grad = None  # so only two gradients are added; a sum of three would depend on the order
     backward(_Sum.apply(torch.zeros((), requires_grad=True), tuple(losses)))  # type: ignore[no-untyped-call]
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is not None:

@@ -10,7 +10,7 @@ the device, dtype and head size:
     sdpa    SDPA on rectangles of trajectories of similar length; always works, and is the only one on a CPU
 
 Context parallelism cuts a row into equal parts, one for each of `cp` ranks, and attention exchanges heads. All other
-operations work token by token. Each rank has results for its tokens, so the sum over ranks contains the whole row's:
+operations work token by token. Each rank has the results of its tokens, and the sum over ranks has all results:
 
     cp 2, 4 heads       rank 0                               rank 1
     a packed row        its first half                       its second half
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 NAME = "lightrl_packed"  # name of this attention in transformers' registry
 
-# Cost of one more SDPA call, in tokens. Fewer tokens of padding are cheaper than a call.
+# Cost of one more SDPA call, in tokens. Padding with fewer tokens is cheaper than a call.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # block size of flex attention
 # Relative to the largest value. Rounding errors are smaller than this; attending to wrong tokens has a larger effect.
@@ -154,7 +154,7 @@ class PackedRows:
 
 
 def _key_tokens(lengths: Sequence[int], parents: Sequence[int]) -> Tensor:
-    """Returns the tokens whose keys each trajectory sees, joined, int64 [K]: those on its path, then its own."""
+    """Concatenates the tokens that each trajectory sees, int64 [K]: those before it on its path, then its own."""
     parts: list[Tensor] = []
     for tokens, parent in zip(torch.split(torch.arange(sum(lengths)), list(lengths)), parents, strict=True):
         parts.append(tokens if parent < 0 else torch.cat([parts[parent], tokens]))
@@ -212,7 +212,7 @@ def make_packable(model: PreTrainedModel) -> bool:
 
 
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
-    """Returns those arguments of the model's forward, besides `position_ids`, that depend on the trajectories' starts.
+    """Returns the arguments of the model's forward, besides `position_ids`, that depend on the trajectories' starts.
 
     Args:
         with_states: whether layers keep states (models/hybrids.py), so convolutions and recurrences need the starts.
@@ -303,7 +303,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sums over cp ranks, which then compute the same loss. Multiplies gradients by cp, as they are averaged later."""
+    """Sums over cp ranks, which then compute the same loss. Multiplies gradients by cp: they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""A run without memory that shows, before any process starts, that a model's rows cannot be packed."""
+"""Runs a model on the meta device to find out, before any process starts, that its rows cannot be packed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @once_per_config
 @torch.no_grad()
 def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
-    """Whether a run without memory already shows that `can_pack` or `head_is_plain` of probes.py is False.
+    """Whether a run on the meta device already shows that `can_pack` or `head_is_plain` of probes.py is False.
 
     Args:
         config: a model's config that no model uses yet.
@@ -44,7 +44,7 @@ def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
         inputs: dict[str, Any] = {"attention_mask": torch.empty(1, 1, 1, 1, dtype=torch.bool), "packed_rows": None}
         try:
             logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs).logits
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):  # a mixture counts its tokens
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):  # for example if a MoE block counts tokens
             return False
     is_plain = logits.is_meta or torch.equal(logits, heads_outputs[-1])
     return not all(got_starts) or (has_logits and not is_plain)

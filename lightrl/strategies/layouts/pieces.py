@@ -30,7 +30,7 @@ from lightrl.strategies.layouts.shared_prefix import Prefixes
 from lightrl.strategies.ranks.processes import Ranks
 from lightrl.strategies.sharded_experience.placement import Microbatches
 
-_GRADIENT = "_gradient_of_"  # extras of a piece: the loss's derivatives with respect to the outputs of this name
+_GRADIENT = "_gradient_of_"  # prefix of a piece's extras: the loss's derivatives with respect to an output
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
         Args:
-            shares_prefixes: count tokens with which rows of a piece begin alike once, and keep such rows together.
+            shares_prefixes: count a shared prefix of a piece's rows once, and keep such rows together.
         """
         rows, join = branch_rows(whole)
         if shares_prefixes:
@@ -65,7 +65,7 @@ class _Cut:
         return cls(whole, [rows.select(part) for part in parts], indices, rows.token_ids.shape, join)
 
     def joined(self, outputs: Sequence[Outputs]) -> Outputs:
-        """Joins the pieces' outputs into those of all rows, [R, W]; 0 elsewhere."""
+        """Joins the pieces' outputs into the outputs of all rows, [R, W]; 0 elsewhere."""
         names = [name for name, value in vars(outputs[0]).items() if value is not None]
         values: dict[str, Tensor] = {}
         for name in names:
@@ -128,10 +128,10 @@ def forward_backward(
 ) -> None:
     """Runs `ParallelModel.forward_backward`; cuts loss units of more than `max_tokens` tokens that have several rows.
 
-    A model that several ranks share runs each unit as a whole: its ranks would not gather the same parameters.
+    A model that several ranks share runs each unit whole; otherwise its ranks would gather different parameters.
 
     Args:
-        unit: the unit that the loss gets complete.
+        unit: the rows that the loss reads together.
         ranks: the ranks that share the model, which must all call this.
     """
     cuts = _cuts(model, microbatches, max_tokens, unit) if ranks.size == 1 else None

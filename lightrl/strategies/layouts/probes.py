@@ -60,7 +60,7 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def can_mask(model: PreTrainedModel) -> bool:
-    """Whether a row can contain a tree, with a mask for it, as in the `shared_rows` of shared_prefix.py."""
+    """Whether a row with a mask can contain a tree, as in `shared_rows` of shared_prefix.py."""
     if rope_depends_on_length(model) or not _attends_to_all(model.config):
         return False
     token_ids = torch.cat([_some_tokens(model, 5)[:, [0, 1, 2, *more]] for more in ([3, 4], [4, 3], [3, 3])])
@@ -75,7 +75,7 @@ def can_mask(model: PreTrainedModel) -> bool:
 
 
 def _attends_to_all(config: PretrainedConfig) -> bool:
-    """Whether each layer attends to all earlier tokens, as seen in the cache that transformers makes for the model."""
+    """Whether each layer attends to all earlier tokens, judging by the cache that transformers makes for the model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
@@ -119,7 +119,7 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
 
 @once_per_config
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, as seen in a model without memory; `can_pack` tests the real model."""
+    """Whether only attention mixes tokens, judging by a model on the meta device; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:

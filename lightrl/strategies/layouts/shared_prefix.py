@@ -1,8 +1,8 @@
-"""Shared prefixes: the tokens with which rows begin alike are computed once, not for each row.
+"""Shared prefixes: the tokens with which several rows begin are computed once, not for each row.
 
 In a causal model a token's states do not depend on what follows, so sharing is exact, including the gradient. The rows
 of a microbatch form a tree. A group's trajectories share their prompt; an agent's conversations share all requests up
-to the one in which they part. A segment holds the tokens between two branches:
+to the one where they diverge. A segment holds the tokens between two branches:
 
     rows   p q a b          segments   p q ─┬─ a b
            p q c d e                        └─ c d ─┬─ e
@@ -32,14 +32,14 @@ from lightrl.functional import on_host, rectangles, to_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Cost of one more forward, in tokens. Fewer tokens of padding are cheaper than calling every layer again.
+# Cost of one more forward, in tokens. Padding with fewer tokens is cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
 MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
 MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated: each segment is one more attention
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768
-_COPIED_KEYS_OF_A_TOKEN = 8  # copying so many keys and values costs as much as one more token
+_COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much as one more token
 
 
 class Segment(NamedTuple):
@@ -81,7 +81,7 @@ class PrefixTree(NamedTuple):
 
 
 class Prefixes(NamedTuple):
-    """The rows of a microbatch, in an order in which rows that begin alike are neighbors."""
+    """The rows of a microbatch, ordered so that rows that share a prefix are neighbors."""
 
     order: list[int]
     shared: list[int]  # for each row in this order, the number of tokens that it shares with the row before it
@@ -120,7 +120,7 @@ class Prefixes(NamedTuple):
         return cls(order, shared, [sizes[row] for row in order])
 
     def chunks(self, max_tokens: int, *, of_one_tree: bool = False) -> list[Prefixes]:
-        """Cuts the order into parts of at most `max_tokens` tokens, each counted once, or of one longer row.
+        """Cuts the order into parts of at most `max_tokens` tokens, or of one longer row; counts shared tokens once.
 
         Args:
             of_one_tree: also cut where neighbors share nothing.
@@ -256,7 +256,7 @@ class _Tokens(NamedTuple):
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the microbatch's rows
-    visible_until: Tensor  # [R, T], the column after the last token that sees this one, if it is not before it
+    visible_until: Tensor  # [R, T], tokens from this one up to this column (exclusive) see this one
     flat_indices: Tensor  # [B, T of the microbatch], each token's index in the concatenated rows, or -1
 
     @classmethod
@@ -282,7 +282,7 @@ class _Tokens(NamedTuple):
 
 
 def mask_of(visible_until: Tensor, dtype: torch.dtype) -> Tensor:
-    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees the earlier tokens in whose subtrees it is."""
+    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees itself and the earlier tokens on its path."""
     columns = torch.arange(visible_until.shape[1], device=visible_until.device)
     is_seen = (columns <= columns[:, None]) & (columns[:, None] < visible_until[:, None])
     mask = torch.zeros(is_seen.shape, dtype=dtype, device=visible_until.device)

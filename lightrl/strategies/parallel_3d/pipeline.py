@@ -32,7 +32,7 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action whose result this one needs, on a neighboring stage, which does not exist at either end."""
+        """The action on a neighboring stage whose result this one needs; at either end, that stage does not exist."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 
@@ -44,7 +44,7 @@ HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """Returns for how many microbatches, counted per stage, a rank may hold activations at a time.
+    """Returns how many microbatches, counted per stage, a rank may hold activations of at a time.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """

@@ -1,6 +1,6 @@
 """Stages: reduces a Hugging Face model to this rank's part: its pipeline stages, tensor slices and data shards.
 
-The model object stays, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
+The model object is kept, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
 consecutive layers; the last stage turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
@@ -63,7 +63,7 @@ class Feed:
     """A microbatch as input for the stages; identical on all ranks that share the microbatch."""
 
     token_ids: Tensor  # int64 [R, W]
-    position_ids: Tensor | None  # int64 [1, W], which restart at each trajectory; None if not packed
+    position_ids: Tensor | None  # int64 [1, W], restart at each trajectory; None if not packed
     packed_rows: PackedRows | None  # for the attention; None if not packed
     rows: Tensor  # [N], rows of the predicting positions in [R, W]
     columns: Tensor  # [N], their columns
@@ -119,13 +119,13 @@ class Feed:
 
 
 class Stage(nn.Module):
-    """Runs consecutive layers of a model: its body is the model's, with identities in place of other stages' layers.
+    """Runs consecutive layers of a model: the model's body, with identities in place of other stages' layers.
 
     The stage and the model share their modules, so the model keeps its parameter names.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
-        layers: indices of its layers; the stage with the first layer reads token ids instead of hidden states.
+        layers: indices of the stage's layers; the stage with the first layer reads token ids instead of hidden states.
         is_last: return results instead of hidden states: each predicted token's logprob, entropy and value, [N, 3] (0
             if the model has no head for it), the logprobs of K additional tokens and, for a top-k, these tokens' ids.
         tp: mesh of the tp axis.
@@ -219,7 +219,7 @@ class SplitModel:
     """A model that is split over ranks; this rank holds one part."""
 
     model: PreTrainedModel
-    whole: PreTrainedModel  # the modules of all ranks, without memory
+    whole: PreTrainedModel  # the modules of all ranks, on the meta device
     mesh: DeviceMesh
     pipeline: Pipeline
     stages: dict[int, Stage]
@@ -254,7 +254,7 @@ class SplitModel:
 
     @property
     def copy(self) -> Tensor | None:
-        """This rank's copy of a tied parameter, which another rank counts in gradient norms; None without a copy."""
+        """This rank's copy of a tied parameter, which another rank counts in gradient norms; None if it has none."""
         return self.tied if self.pipeline.rank != 0 else None
 
     def held_tensors(self) -> dict[str, Tensor]:
@@ -292,7 +292,7 @@ def split_model(
     logits = check_model(model.config, tp.size())
     device = torch.device("cpu") if device is None else device
     memo = {id(value): nn.Parameter(value.detach().to("meta"), value.requires_grad) for value in model.parameters()}
-    whole = copy.deepcopy(model, memo)  # without memory
+    whole = copy.deepcopy(model, memo)  # on the meta device
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
     ranges = split_layers(model.config, pipeline.num_stages)
@@ -334,7 +334,7 @@ def split_model(
 def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
-    """Removes those parts of a model and its value head that this rank does not need."""
+    """Removes the parts of a model and its value head that this rank does not need."""
     body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
@@ -363,7 +363,7 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
 
 
 def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
-    """Allocates this rank's part of a model that has no memory yet, and loads its weights."""
+    """Allocates this rank's part of a model on the meta device, and loads its weights."""
     spec = role.spec
     give_memory(model, device)
     if spec.path is not None:

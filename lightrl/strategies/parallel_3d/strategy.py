@@ -204,7 +204,7 @@ class Parallel3DModel:
         split: result of `split_model`.
         settings: the engine's changes to the logits.
         is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs on all devices
-            but the CPU, where separate rows are faster.
+            except the CPU, where separate rows are faster.
         group: all ranks that share the model; None for all ranks of the run.
     """
 
@@ -240,7 +240,7 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs. All ranks must call their backward, which runs every stage's backward.
+        """Computes one microbatch's outputs. All ranks must run their backward, which runs every stage's backward.
 
         Cuts the rows into parts, so that the stages can work at the same time.
         """
@@ -295,7 +295,7 @@ class Parallel3DModel:
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         """Computes the same gradients as one process. Calls `backward` on the last stage's ranks, `loss_fn` on all.
 
-        Gradients must be None or zero before the call. Then they are averaged over dp, and complete over pp and tp.
+        Gradients must be None or zero before; afterwards they are averaged over dp, and complete over pp and tp.
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]

@@ -26,7 +26,7 @@ from lightrl.strategies.ranks.processes import local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# How many logits are computed at a time (128 MiB in float32).
+# Number of logits computed at a time (128 MiB in float32).
 _CHUNK_LOGITS = 2**25
 
 

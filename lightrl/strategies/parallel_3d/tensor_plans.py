@@ -1,7 +1,7 @@
 """Plans for 3D parallelism: how layers are split over tp, and which layers form a pipeline stage.
 
-They follow `base_model_tp_plan` and `base_model_pp_plan`, transformers' plans in a config's class. What these leave
-open is found by running the model without memory. No function needs devices or process groups.
+They follow `base_model_tp_plan` and `base_model_pp_plan`, transformers' plans in a config's class. The rest is
+found by running the model on the meta device. No function needs devices or process groups.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
 
 @once_per_config
 def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
-    """Runs a model without memory to check that its parts fit together; returns how the model changes logits.
+    """Runs a model on the meta device to check that its parts fit together; returns how the model changes logits.
 
     Raises:
         ValueError: if stages or tensor slices would not give the whole model's results.
@@ -194,7 +194,7 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
 def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
     """Assigns layers to stages, in order, so that the largest stage has as few parameters as possible.
 
-    The embedding is added to the first stage, which also holds the most activations, the output head to the last.
+    The embedding is added to the first stage, which also holds the most activations, and the output head to the last.
     """
     embedding = config.vocab_size * config.hidden_size / layer_parameters(config)
     counts, load = [1] * num_stages, [1.0] * num_stages

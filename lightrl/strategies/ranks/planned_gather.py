@@ -125,7 +125,7 @@ def _owners(
     owners: dict[str, int] = {}
     for unit in sorted(unit_bytes, key=lambda unit: (-unit_bytes[unit], unit)):
         largest_share = max(held_bytes[unit][rank] for rank in ranks)
-        # Half of the largest share is enough, for balance. Ranks of other pipeline stages hold nothing.
+        # For balance, half of the largest share is enough. Ranks of other pipeline stages hold nothing.
         candidates = [rank for rank in ranks if 2 * held_bytes[unit][rank] >= largest_share]
         owner = min(candidates, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
@@ -178,7 +178,7 @@ class PlannedGather:
     connections, for which the run's default group must have been used before; Lightning's setup does that.
 
     Args:
-        model: the sharded model or, if this rank holds only some of its modules, the whole model without memory.
+        model: the sharded model or, if this rank holds only some of its modules, the whole model on the meta device.
         held: this rank's parts of the model, DTensors or whole tensors.
         group: the ranks that share the model; None for all ranks of the run.
     """

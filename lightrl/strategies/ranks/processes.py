@@ -125,7 +125,7 @@ class Ranks:
         return json.loads(self.receive().payload)
 
     def gather_json(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """Gathers every rank's plain JSON on rank 0, in rank order. RuntimeError names ranks that miss `timeout_s`."""
+        """Gathers plain JSON on rank 0, in rank order. Raises RuntimeError naming the ranks that miss `timeout_s`."""
         return [value]
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], *, source: int = 0) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Suspends the watch's timeout inside the context, for work that has one; with `is_on=False`, applies it."""
+        """Inside the context, suspends the watch's timeout, because the work has its own; `is_on=False` applies it."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
@@ -251,7 +251,7 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        # Of the ranks with the same rows, only one counts: the last, which has a pipeline's last stage and so the loss.
+        # Of the ranks with the same rows, only one counts: the last, which has the last stage and so the loss.
         is_counted = self.dp_members[self.dp_rank][-1] == self.rank
         for parameter in self.shared:
             gradient = parameter.grad if is_counted else None
@@ -369,7 +369,7 @@ def local(tensor: Tensor) -> Tensor:
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors that only this rank has. Other ranks count those of `copies`.
+    Gradients are DTensors on any meshes, or whole tensors on only this rank. Other ranks count gradients of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

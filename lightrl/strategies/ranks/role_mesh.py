@@ -45,12 +45,12 @@ def planned_roles(module: Any) -> dict[str, Role]:
 
 
 def role_meshes(module: object) -> dict[str, RoleMesh]:
-    """Returns the meshes of those roles that have one."""
+    """Returns the mesh of each role that has one."""
     return {name: role.mesh for name, role in planned_roles(module).items() if role.mesh is not None}
 
 
 def check_meshes(module: L.LightningModule | None, world_size: int) -> None:
-    """Raises ValueError if a mesh does not fit, the policy's omits rank 0, or the module itself has parameters."""
+    """Raises ValueError if a mesh does not fit, the policy's mesh omits rank 0, or the module itself has parameters."""
     meshes = role_meshes(module)
     own = own_parameters(module) if meshes and module is not None else {}
     if names := [name for name, item in own.items() if item.requires_grad]:

@@ -46,7 +46,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
             names = ", ".join(f"rank {rank} on {host}" for rank, host in missing)
             raise mark_as_on_all_ranks(
                 ValueError(
-                    f"Checkpoints go to {folder}, but {names} cannot see rank 0's files there, or cannot write: a "
+                    f"Checkpoints go to {folder}, but {names} cannot see rank 0's files there, or cannot write, so a "
                     "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
                     "ModelCheckpoint, to a folder that all hosts share under the same path."
                 )
@@ -54,7 +54,7 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
-    """Creates this rank's marker file; returns False if rank 0's is not visible or the folder is not writable."""
+    """Creates this rank's marker file; returns False if rank 0's file is not visible or the folder is not writable."""
     if not _appeared([folder / mark]):
         return False
     try:

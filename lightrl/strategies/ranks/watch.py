@@ -33,12 +33,12 @@ from lightrl.concurrency.owner import kill_owner, own_mark
 
 POLL_S = 0.5  # seconds between checks of the store
 GRACE_S = 10.0  # time for the main thread to exit after a different rank failed
-START_S = 1500.0  # limit without a step while models are loaded or downloaded; collectives time out after 1800 s then
+START_S = 1500.0  # limit without a step while models are loaded or downloaded; below the collectives' timeout of 1800 s
 ROLL_CALL_POLLS = 10  # after a connection breaks, a rank that publishes nothing for this many polls counts as dead
 
 START = "start"  # the phase before training
 _FAILURE = "failure"
-# The rank that failed (-1 if none raised an error, so all report it), the text, its last line, and the dead ranks.
+# The rank that failed (-1 if none raised an error, so all ranks report it), the text, its last line, the dead ranks.
 Failure = tuple[int, str, str, list[int]]
 _TIMED_OUT = re.compile(r"SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+).*?Timeout\(ms\)=(\d+)")  # NCCL's watchdog
 _STORE_ERRORS = (RuntimeError, OSError)  # what the store's methods raise if rank 0 has died
@@ -46,7 +46,7 @@ _DIED = "was killed, or its machine or network failed; its output may say more"
 
 
 class Store(Protocol):
-    """Those methods of torch.distributed's stores that are used here."""
+    """The methods of torch.distributed's stores that are used here."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -105,7 +105,7 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
 class RankWatch:
     """Publishes this rank's state and watches the other ranks, in two threads that run until `close`.
 
-    Its clock stops while this process is stopped, so a process that resumes does not blame the other ranks.
+    The watch's clock stops while this process is stopped, so a process that resumes does not blame the other ranks.
 
     Args:
         store: shared by all ranks; used by one thread only.
@@ -140,7 +140,7 @@ class RankWatch:
         self._states: dict[int, tuple[RankState | None, float]] = {}  # rank → its last state, and when it changed
         self._error: BaseException | None = None  # this rank's error
         self._is_stored = threading.Event()  # an error is in the store, or the store is gone
-        self._is_known = threading.Event()  # all ranks have read this rank's error, or this rank printed another's
+        self._is_known = threading.Event()  # all ranks have read this rank's error, or this rank printed another rank's
         self._roll_call: dict[int, RankState | None] = {}  # silent rank → its state when the error occurred
         self._roll_call_s: float | None = None  # when the roll call started
         self._changed = threading.Event()  # wakes the publishing thread
@@ -275,7 +275,7 @@ class RankWatch:
             self._is_published.set()
 
     def _check(self) -> tuple[str, list[int]] | None:
-        """Returns the failure that ends this rank, and the ranks that died or were stopped; None without a failure."""
+        """Returns the failure that ends this rank, and the ranks that died or were stopped; None if there is none."""
         error = None if self._is_stored.is_set() else self._error
         self._read_states(all_ranks=error is not None or self._rank == 0)
         if self._store.check([_FAILURE]):

@@ -26,7 +26,7 @@ from lightrl.trace import span
 def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Send]]:
     """Plans the sends of consecutive rounds, after which every rank has the rows that it needs.
 
-    If only one rank has a row, it sends the row once, and the receiver helps to send it on. If several ranks have a
+    If only one rank has a row, it sends the row once, and the receiver helps to forward it. If several ranks have a
     row, the rank that has sent the fewest bytes so far sends it. Needs no process group.
 
     Args:

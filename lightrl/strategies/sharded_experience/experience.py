@@ -79,7 +79,7 @@ class TokenRows:
     def of_padded(
         cls, values: Tensor, lengths: Tensor, rows: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> TokenRows:
-        """Removes the padding of a tensor [b, T, ...] of only `rows` (None for all); `lengths` covers all rows."""
+        """Removes the padding of a tensor [b, T, ...] with only `rows` (None for all); `lengths` covers all rows."""
         sizes = lengths if rows is None else lengths[list(rows)]
         flat = values.detach().cpu()[torch.arange(values.shape[1]) < sizes[:, None]]
         return cls.of_flat(flat.to(dtype or flat.dtype).numpy(), lengths, rows)
@@ -115,14 +115,14 @@ class TokenRows:
         return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
-        """Uses this field as a mask: returns each row's number in `values` [B] where it is True, and 0 elsewhere."""
+        """Uses this field as a mask: returns each row's number in `values` [B] where the mask is True, else 0."""
         numbers = values.numpy()
         zero = numbers.dtype.type(0)
         pairs = zip(self.rows, numbers, strict=True)
         return TokenRows([None if mask is None else np.where(mask, value, zero) for mask, value in pairs], numbers[:0])
 
     def with_end(self, rows: Collection[int], value: float) -> TokenRows:
-        """Returns a copy in which each of these rows that is here ends with one more `value`."""
+        """Returns a copy with `value` appended to each of these rows that is here."""
         end = np.full((1, *self.empty.shape[1:]), value, self.empty.dtype)
         longer = [
             np.concatenate([values, end]) if row in rows and values is not None else values
@@ -173,7 +173,7 @@ class ShardedExperience:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> ShardedExperience:
-        """Builds it on the host, without padding and without copying the trajectories' arrays.
+        """Builds a ShardedExperience on the host, without padding or copying the trajectories' arrays.
 
         Args:
             trajectories: the rows, in order.
@@ -338,7 +338,7 @@ class ShardedExperience:
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
-        """Returns one row of two tokens, none of them a loss token, for a rank that must run a forward without rows."""
+        """Returns one row of two tokens and no loss tokens, for a rank without rows that must run a forward."""
         rows = {  # without entries of tables, which `dense` then omits
             name: value.new_full((1, *value.shape[1:]), -1 if is_index(name) else 0)
             for name, value in self.rows.items()

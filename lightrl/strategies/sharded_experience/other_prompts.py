@@ -40,11 +40,11 @@ class OtherPrompts:
 
     @classmethod
     def share(cls, make: Any, trajectories: Sequence[Trajectory], ranks: Ranks) -> OtherPrompts:
-        """Makes them from rank 0's trajectories and gives them to all ranks. Collective.
+        """Makes OtherPrompts from rank 0's trajectories, and sends them to all ranks. Collective.
 
         Raises:
-            ValueError: if a trajectory of several conversations, which has no single prompt, or one with images gets
-                another prompt.
+            ValueError: if a trajectory gets another prompt, but has several conversations (so no single prompt) or
+                images.
         """
         values = None
         if ranks.is_main:
@@ -131,7 +131,7 @@ class OtherPrompts:
         return TokenRows(rows, empty)
 
     def _replaced(self, field: str, values: Any, row: int, length: int) -> Any:
-        """Returns a row's values with those of the new prompt instead of its own."""
+        """Returns a row's values, with the new prompt's values instead of the old prompt's."""
         prompt, start, column = self.prompts[row], self.starts[row], column_of(field)
         if not prompt:
             return values

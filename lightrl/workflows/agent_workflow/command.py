@@ -205,10 +205,13 @@ class AgentCommand:
         """Replaces secrets by the `{env:NAME}` that they come from, because output and messages are logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
-        pattern = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or "(?!)")
-        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:  # cut, so it may start within a secret
-            start = max(map(len, map(os.fsencode, secret_names)), default=0)
-            text = text[max([start, *(match.end() for match in pattern.finditer(text) if match.start() < start)]) :]
+        matches_nothing = "(?!)"
+        pattern = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or matches_nothing)
+        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
+            # Only the end of the output is here. It may start within a secret, at most as long as the longest.
+            longest = max(map(len, map(os.fsencode, secret_names)), default=0)
+            ends = [match.end() for match in pattern.finditer(text) if match.start() < longest]
+            text = text[max([longest, *ends]) :]
         return pattern.sub(lambda match: f"{{env:{secret_names[match[0]]}}}", text)
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def test_the_learning_rate_warms_up_and_decays_to_zero():
 
 def test_decay_without_an_end_of_the_run_is_refused(tmp_path: Path):
     trainer = make_trainer(tmp_path, max_epochs=-1)
-    with pytest.raises(ValueError, match=r"lr_decay='cosine' needs the end of the run"):
+    with pytest.raises(ValueError, match=r"lr_decay='cosine' needs to know when the run ends"):
         trainer.fit(make_module(), Sums(None, batch_size=4))
 
 
