@@ -31,7 +31,7 @@ _WHAT = {
 
 
 class Bottleneck(RLCallback):
-    """Measures the first iterations of a fit, and logs a line if one part takes more than half of the time.
+    """Measures the first iterations of a fit, and logs a line if one part takes at least half of the time.
 
     `lightrl fit` adds it. A run with `Trace` measures all iterations, so this callback does nothing there.
     """

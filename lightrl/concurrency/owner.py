@@ -30,7 +30,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Whether the process with this mark may be running; always True for other hosts and for text without a mark."""
+    """Whether the process with this mark may be running; always True for other hosts, and for text that is no mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True

@@ -337,7 +337,7 @@ def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes the devices of trainer and engine on this machine; also places the engine on its devices."""
+    """Describes the devices of trainer and engine on this machine; also passes the trainer's devices to the engine."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
