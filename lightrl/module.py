@@ -172,9 +172,8 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit that the loss needs complete: minibatches never split one. In one process, if it exceeds
-    # microbatch_tokens, its rows go through the model separately (layouts/pieces.py); with several ranks per model, it
-    # is one microbatch. With pairs, a group that loses a trajectory is sampled again; a
+    # The unit that the loss needs complete: minibatches never split one. If it exceeds microbatch_tokens, its rows go
+    # through the model separately (layouts/pieces.py). With pairs, a group that loses a trajectory is sampled again; a
     # group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss relative to the policy loss, if critic and policy share a body.
