@@ -173,9 +173,8 @@ class RLModule(TrainedModule):
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
     # The unit of rows that the loss must see whole: minibatches never split one. If a unit exceeds microbatch_tokens,
-    # its rows go through the model separately in one process (layouts/pieces.py), and as one microbatch with several
-    # ranks per model. With pairs, a group that loses a trajectory is sampled again; a group that loses a reward after
-    # model calls have run on its trajectories is dropped.
+    # its rows go through the model separately (layouts/pieces.py). With pairs, a group that loses a trajectory is
+    # sampled again; a group that loses a reward after model calls have run on its trajectories is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss relative to the policy loss, if critic and policy share a body.
     value_coef: float = 0.5

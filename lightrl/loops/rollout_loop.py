@@ -37,7 +37,7 @@ from lightrl.loops.shared_tables import share_tables
 from lightrl.loops.sharing import accept, add_rewards, shard
 from lightrl.loops.update import GradientGuard, MinibatchLoss, add_parts, values_of
 from lightrl.models.chat_template import with_stop_tokens
-from lightrl.models.optimizer import by_role
+from lightrl.models.optimizer import by_role, own_parameters
 from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
@@ -340,6 +340,7 @@ class RolloutLoop(_AutomaticOptimization):
         optimizer: Any = module.optimizers()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parameters_by_role = by_role(module, module.trained_roles(), parameters)
+        own = [value for value in own_parameters(module).values() if value.requires_grad]
         version = trainer.weight_version if is_first else None
         losses = [MinibatchLoss(module, minibatch, str(call.role), self.ranks, version) for call in train_calls]
         norms: dict[str, float] = {}  # metric → a role's gradient norm
@@ -371,6 +372,7 @@ class RolloutLoop(_AutomaticOptimization):
                         max_tokens=max_tokens,
                         unit=module.loss_unit,
                         ranks=loss.holders,
+                        own=own,
                     )
             for parameter in module.resting_parameters():
                 parameter.grad = None

@@ -180,11 +180,8 @@ class SingleModel:
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         """Runs the forward pass; returns the head's results at their tokens, [B, T] or [B, T, K], 0 elsewhere."""
-        if experience.gaps is not None:
-            tree_rows, join = branch_rows(experience)
-            return join(
-                self._outputs(tree_rows, candidates if isinstance(candidates, int) else topk_candidates(tree_rows))
-            )
+        experience, join = branch_rows(experience)
+        candidates = candidates if isinstance(candidates, int) else topk_candidates(experience)
         parts = [
             {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
             for rows, columns, states in self.states(experience)
@@ -197,7 +194,7 @@ class SingleModel:
         group = self.context_group
         if group is not None and self.packs_all([experience]):  # otherwise each rank has all rows
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
-        return Outputs(**results)
+        return join(Outputs(**results))
 
     def _head_outputs(
         self, experience: Experience, rows: Tensor, columns: Tensor, states: Tensor, candidates: Candidates

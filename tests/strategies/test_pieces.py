@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import assert_same, every_algorithm, experience_for, make_module
+from strategy_cases import results_of, with_branches
 from tiny import gradients, tiny_model
 from torch import Tensor
 
 from lightrl.experience import Experience
 from lightrl.loops.update import MinibatchLoss, values_of
+from lightrl.models.optimizer import own_parameters
 from lightrl.strategies import LogprobSettings, Microbatches, Ranks, ShardedExperience, SingleModel, single
 from lightrl.strategies.layouts.pieces import forward, forward_backward
 from lightrl.strategies.layouts.shared_prefix import Prefixes
@@ -38,33 +40,6 @@ class Watched:
         self.model.forward_backward(microbatches, loss, backward)
 
 
-def with_branches(experience: Experience, num_branches: int = 3) -> Experience:
-    """Each trajectory as a tree: its last half follows its first `num_branches` times, each time with other tokens."""
-    counts = experience.lengths.tolist()
-    order, gaps = [], []
-    for count in counts:
-        half = max(1, count // 2)
-        order.append([*range(half), *[*range(half, count)] * num_branches])
-        gap = [0] * len(order[-1])
-        for branch in range(1, num_branches):
-            gap[half + branch * (count - half)] = branch * (count - half)
-        gaps.append(gap)
-    width = max(map(len, order))
-    lengths = torch.tensor([*map(len, order)])
-    index = torch.tensor([[*places, *[0] * (width - len(places))] for places in order])
-    is_token = torch.arange(width) < lengths[:, None]
-    tensors: dict[str, Tensor] = {"lengths": lengths}
-    for name, value in experience.tensors().items():
-        if value.dim() >= 2:
-            picked = value[torch.arange(len(order))[:, None], index]
-            shape = (...,) + (None,) * (value.dim() - 2)
-            tensors[name] = torch.where(is_token[shape], picked, picked.new_full((), -1 if "versions" in name else 0))
-    branches = torch.tensor([[*gap, *[0] * (width - len(gap))] for gap in gaps]).ne(0).cumsum(1)
-    tensors["token_ids"] = torch.where(is_token, (tensors["token_ids"] + branches) % 17, 0)
-    tensors["gaps"] = torch.tensor([[*gap, *[0] * (width - len(gap))] for gap in gaps])
-    return Experience.of_tensors({**experience.tensors(), **tensors})
-
-
 def trained(
     module: Any, minibatch: Experience, *, max_tokens: int, form: Form | None = None, unit: Any = None
 ) -> tuple[tuple[dict[str, Tensor], dict[str, float]], list[Watched]]:
@@ -83,6 +58,7 @@ def trained(
         forward_backward(
             model, batches, losses, Tensor.backward,
             max_tokens=max_tokens, unit=unit or module.loss_unit, ranks=Ranks(),
+            own=[*own_parameters(module).values()],
         )  # fmt: skip
         metrics |= values_of(losses.parts)
     return (gradients(module), metrics), models
@@ -189,3 +165,31 @@ def test_a_microbatch_without_loss_tokens_in_a_piece_still_trains() -> None:
     expected, _ = trained(make_module(), minibatch, max_tokens=10**6, form="rectangles")
     found, _ = trained(make_module(), minibatch, max_tokens=20, form="rectangles")
     assert_same(found, expected)
+
+
+def test_a_parameter_of_the_loss_gets_its_gradient_from_pieces_too() -> None:
+    found = []
+    for max_tokens in (10**6, 20):
+        module = make_module()
+        module.scale, plain = torch.nn.Parameter(torch.tensor([0.3])), module.loss
+        module.loss = lambda experience, outputs, module=module, plain=plain: {  # type: ignore[method-assign]
+            "loss": module.scale.exp() * plain(experience, outputs)["loss"]
+        }
+        minibatch = with_branches(experience_for("GRPO", completion_tokens=(4, 8)))
+        found.append(trained(module, minibatch, max_tokens=max_tokens, form="rectangles")[0])
+    assert found[0][0]["scale"].abs() > 1e-3
+    assert_same(found[1], found[0])
+
+
+RANK_CASES = ["one tree", "a tree beside rows", "trees beside trees", "one row of tokens"]
+
+
+def test_ranks_with_unlike_numbers_of_pieces_have_the_gradient_of_separate_rows_in_one_process() -> None:
+    """In float64, whose rounding is 1e-16; a rank without rows joins in with blank ones, of two tokens."""
+    results = results_of("pieces_run.py", RANK_CASES)
+    assert [result["case"] for result in results] == RANK_CASES
+    for result in results:
+        assert max(result["errors"]) < 1e-11, result
+        assert len(result["sizes"][0]) == len(result["sizes"][1]), result
+    assert results[0]["sizes"][1] == [2] * 5
+    assert len(results[0]["sizes"][0]) == 5 < sum(results[0]["sizes"][0]) // 3

@@ -187,6 +187,16 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "awaited rewards by group": grpo(num_minibatches=2, decoupled=True, loses_some=True, loss_unit="group"),
     "a smaller mask": grpo(max_loss_tokens=2, **SEVERAL),
     "trees": grpo(workflow=Tree, loss_reduction="sequence", decoupled=True, **SEVERAL),
+    "trees in pieces": grpo(
+        policy=TIED,
+        workflow=partial(Tree, num_subagents=(5, 0)),
+        reference=ReferenceKL(0.1, UNTIED),
+        decoupled=True,
+        loss_reduction="sequence",
+        num_minibatches=4,
+        microbatch_tokens=12,
+    ),
+    "a mixture of trees": grpo(policy=MIXTURE, workflow=partial(Tree, num_subagents=(5, 0)), **SEVERAL),
     "PPO of trees": ppo(workflow=Tree, critic="shared", num_minibatches=2),
     "trees in stages": grpo(policy=TIED, workflow=Tree, reference=ReferenceKL(0.1, UNTIED), **SEVERAL),
     "a checkpoint": from_folder(),
@@ -271,6 +281,11 @@ CASES: dict[str, Case] = {
     "two tensor ranks, own parameters": Case("own parameters", lambda: SPLIT(tp=2), is_extra=True),
     "stages and data, own parameters": Case("own parameters", lambda: SPLIT(pp=2), 4),
     "sharded trees": Case("trees", SHARDED),
+    "sharded trees in pieces": Case("trees in pieces", SHARDED),
+    "pieces, rows of two ranks": Case("trees in pieces", lambda: SHARDED(cp=2), is_extra=True),
+    "pieces in two stages": Case("trees in pieces", lambda: SPLIT(pp=2), is_extra=True),
+    "pieces on two tensor ranks": Case("trees in pieces", lambda: SPLIT(tp=2), is_extra=True),
+    "pieces, divided experts": Case("a mixture of trees", lambda: SHARDED(ep=2), is_extra=True),
     "sharded PPO of trees": Case("PPO of trees", SHARDED, is_extra=True),
     "trees in two stages": Case("trees in stages", lambda: SPLIT(pp=2), is_extra=True),
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
@@ -407,12 +422,19 @@ def train(name: str, folder: Path) -> dict[str, Any]:
     case = CASES[name]
     module = MODULES[case.module](case.meshes, folder)
     precision: Any = MIXED if case.module == MIXED else "32-true"
-    return fit(module, folder, devices=case.num_ranks, strategy=case.strategy(), precision=precision)
+    settings: dict[str, Any] = {"devices": case.num_ranks, "strategy": case.strategy(), "precision": precision}
+    return fit(module, folder, engine=engine_of(case.module), **settings)
 
 
 def train_alone(name: str, folder: Path) -> dict[str, Any]:
     """The module in one process."""
-    return fit(MODULES[name]({}, folder), folder, precision=MIXED if name == MIXED else "32-true")
+    precision: Any = MIXED if name == MIXED else "32-true"
+    return fit(MODULES[name]({}, folder), folder, engine=engine_of(name), precision=precision)
+
+
+def engine_of(module: str) -> LocalEngine:
+    """Without the experts of trees, which their workflow does not join."""
+    return LocalEngine(record_routes=False if "trees" in module else None)
 
 
 class AtOnce(TinyPPO):

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rank_scripts import leave
 from resharded_run import weights_of
 from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer, train
+from tree_workflow import Tree
 
 from lightrl import Experience, FSDP2Strategy, LocalEngine, RLCallback, Trace, Trajectory, TrajectoryLog
 from lightrl.experience import LossUnit
@@ -86,15 +88,15 @@ class Recorded(BySGD, TinyGRPO):
         self.updates.append(dict(metrics))
 
 
-def resume(folder: Path) -> dict[str, Any]:
+def resume(folder: Path, max_batch: int | None = None, **settings: Any) -> dict[str, Any]:
     """Trains four iterations, and again the last two from the checkpoint between."""
 
     def run(ckpt_path: Path | None) -> tuple[TinyGRPO, Any]:
-        module = TinyGRPO(num_minibatches=2)
+        module = TinyGRPO(num_minibatches=2, **settings)
         module.reads_prompts = True
         checkpoints = ModelCheckpoint(folder / "resume", every_n_train_steps=2, save_top_k=-1, filename="{step}")
         validation = {"val_check_interval": 2, "limit_val_batches": 1.0, "check_val_every_n_epoch": None}
-        spread = {"devices": 2, "strategy": "FSDP2Strategy"}
+        spread = {"devices": 2, "strategy": "FSDP2Strategy", "engine": LocalEngine(max_batch=max_batch)}
         callbacks = [checkpoints, Trace(max_cost=1.0)]
         kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
         trainer = train(folder, module, ckpt_path=ckpt_path, **kwargs)
@@ -221,7 +223,9 @@ def main() -> None:
     if sys.argv[2] == "fail":
         fail(folder, int(sys.argv[3]), sys.argv[4])
         return
-    leave({"newest": newest(folder), "resume": resume(folder), "configured": configure(folder)}, folder)
+    trees = {"workflow": partial(Tree, num_subagents=(5, 0)), "microbatch_tokens": 12, "decoupled": True}
+    found = {"newest": newest(folder), "resume": resume(folder), "configured": configure(folder)}
+    leave({**found, "resume of pieces": resume(folder / "pieces", max_batch=1, **trees)}, folder)
 
 
 if __name__ == "__main__":

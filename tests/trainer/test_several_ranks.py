@@ -30,8 +30,9 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> None:
-    found = two_ranks[0]["resume"]
+@pytest.mark.parametrize("name", ["resume", "resume of pieces"])
+def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(name: str, two_ranks: Any) -> None:
+    found = two_ranks[0][name]
     assert all(torch.equal(found["whole"][key], found["resumed"][key]) for key in found["whole"])
     assert found["trained"][0][2:] == found["trained"][1]
     assert 0 <= found["val/reward"] <= 1

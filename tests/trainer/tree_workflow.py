@@ -1,4 +1,4 @@
-"""A workflow whose rollouts are trees of conversations: a question, a subagent, and an answer that knows of it."""
+"""A workflow whose rollouts are trees of conversations: a question, subagents, and an answer that knows of it."""
 
 from lightrl import Prompt, Trajectory
 from lightrl.columns import Columns, extended
@@ -8,26 +8,32 @@ from lightrl.workflows.workflow import Generate
 
 
 class Tree(Workflow):
-    """Every second prompt's subagent reads the beginning of the question too."""
+    """Every second prompt's subagents read the beginning of the question too.
 
-    def __init__(self, tokenizer: object) -> None:
-        pass
+    Args:
+        num_subagents: of these prompts, and of the others.
+    """
+
+    def __init__(self, tokenizer: object, num_subagents: tuple[int, int] = (1, 1)) -> None:
+        self.num_subagents = num_subagents
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         question = list(prompt.token_ids or [])
-        shared = question[:2] if prompt.id[-1] in "024" else []
+        is_shared = prompt.id[-1] in "024"
+        shared = question[:2] if is_shared else []
         first = await generate(question)
-        beside = await generate([*shared, 3, 6])
-        last = await generate([*question, *first.token_ids, 4])
-        parts = [read(question), first, read([3, 6]), beside, read([4]), last]
-        gaps = [[0] * len(part.token_ids) for part in parts]
-        gaps[2][0] = len(question) + len(first.token_ids) - len(shared)
-        gaps[4][0] = 2 + len(beside.token_ids)
+        parts, gaps = [read(question), first], [0, 0]
+        for _ in range(self.num_subagents[not is_shared]):
+            gaps += [sum(len(part.token_ids) for part in parts) - len(shared), 0]
+            parts += [read([3, 6]), await generate([*shared, 3, 6])]
+        gaps += [sum(len(part.token_ids) for part in parts[2:]), 0]
+        parts += [read([4]), await generate([*question, *first.token_ids, 4])]
         columns: Columns = {}
         for index, part in enumerate(parts):
             columns = extended(
                 columns, sum(len(it.token_ids) for it in parts[:index]), part.columns, len(part.token_ids)
             )
+        starts = [[gap] + [0] * (len(part.token_ids) - 1) for gap, part in zip(gaps, parts, strict=True)]
         return Trajectory(
             prompt=prompt,
             group_id=-1,
@@ -36,9 +42,9 @@ class Tree(Workflow):
             loss_mask=[version >= 0 for part in parts for version in part.weight_versions],
             behavior_logprobs=[logprob for part in parts for logprob in part.logprobs],
             weight_versions=[version for part in parts for version in part.weight_versions],
-            completion_ids=last.token_ids,
+            completion_ids=parts[-1].token_ids,
             completion="",
-            columns={**columns, "gaps": [gap for part in gaps for gap in part]},
+            columns={**columns, "gaps": [gap for start in starts for gap in start]},
         )
 
 

@@ -6,7 +6,8 @@ contains some of the rows, and goes through the model twice:
     1. without gradient:  outputs of all pieces ─► the loss ─► its derivative g with respect to each output
     2. with gradient:     a piece's outputs ─► Σ g · output, whose gradient is the piece's part of the loss's gradient
 
-By the chain rule, the parts sum to the whole gradient, for every loss. This costs one more forward; a microbatch that
+By the chain rule, the parts sum to the whole gradient, for every loss. A parameter that the loss reads itself counts as
+an output of the first piece. This costs one more forward; a microbatch that
 fits goes through the model once. The sum over P pieces adds rounding errors of at most P · ε · Σ |gradient of a piece|.
 
 Shapes: B trajectories, T tokens; R rows of a microbatch, W tokens in its longest row.
@@ -44,10 +45,6 @@ class _Cut:
     join_rows: Callable[[Outputs], Outputs]  # maps outputs [R, W] of all rows to [B, T]
 
     @classmethod
-    def uncut(cls, whole: Experience) -> _Cut:
-        return cls(whole, [whole], [], whole.token_ids.shape, lambda outputs: outputs)
-
-    @classmethod
     def of(cls, whole: Experience, max_tokens: int, *, shares_prefixes: bool) -> _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
@@ -60,7 +57,7 @@ class _Cut:
         else:
             parts = bins(on_host(rows.lengths).tolist(), max_tokens)
         if len(parts) == 1:
-            return cls.uncut(whole)
+            return cls(whole, [whole], [], whole.token_ids.shape, lambda outputs: outputs)
         indices = [to_device(torch.tensor(part), rows.token_ids.device) for part in parts]
         return cls(whole, [rows.select(part) for part in parts], indices, rows.token_ids.shape, join)
 
@@ -75,8 +72,13 @@ class _Cut:
                 values[name][rows, : part.shape[1]] = part
         return replace(outputs[0], **values)
 
-    def with_gradients(self, outputs: Outputs, loss_fn: LossFunction) -> list[Experience]:
-        """Computes the loss from the outputs [R, W]; returns the pieces with its derivatives as extras."""
+    def with_gradients(
+        self, outputs: Outputs, loss_fn: LossFunction, own: Sequence[Tensor], own_losses: list[Tensor]
+    ) -> list[Experience]:
+        """Computes the loss from the outputs [R, W]; returns the pieces with its derivatives as extras.
+
+        Adds to `own_losses` a term for each parameter of `own` that the loss reads.
+        """
         leaves = {
             name: value.detach().requires_grad_()
             for name, value in vars(outputs).items()
@@ -84,8 +86,10 @@ class _Cut:
         }
         with torch.enable_grad():
             loss = loss_fn(self.whole, self.join_rows(replace(outputs, **leaves)))
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        gradients = {name: value for name, value in zip(leaves, found, strict=True) if value is not None}
+            found = torch.autograd.grad(loss, [*leaves.values(), *own], allow_unused=True)
+            pairs = zip(own, found[len(leaves) :], strict=True)
+            own_losses += [(value * gradient).sum() for value, gradient in pairs if gradient is not None]
+        gradients = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         return [
             piece.with_tensors(
                 {_GRADIENT + name: value[rows, : piece.token_ids.shape[1]] for name, value in gradients.items()}
@@ -107,8 +111,7 @@ def forward(
         yield from model.forward(microbatches, topk=topk)
         return
     pieces = [piece for cut in cuts for piece in cut.pieces]
-    (num,) = ranks.max_each([len(pieces)])
-    results = iter(model.forward(_padded(pieces, num, microbatches), topk=topk))
+    results = iter(model.forward(_padded(pieces, ranks, microbatches), topk=topk))
     for cut in cuts:
         parts = list(islice(results, len(cut.pieces)))
         yield parts[0] if len(parts) == 1 else cut.join_rows(cut.joined(parts))
@@ -125,28 +128,29 @@ def forward_backward(
     max_tokens: int,
     unit: LossUnit,
     ranks: Ranks,
+    own: Sequence[Tensor] = (),
 ) -> None:
     """Runs `ParallelModel.forward_backward`; cuts loss units of more than `max_tokens` tokens that have several rows.
-
-    A model that several ranks share runs each unit whole; otherwise its ranks would gather different parameters.
 
     Args:
         unit: the rows that the loss reads together.
         ranks: the ranks that share the model, which must all call this.
+        own: trained parameters outside the model that the loss may read.
     """
-    cuts = _cuts(model, microbatches, max_tokens, unit) if ranks.size == 1 else None
+    cuts = _cuts(model, microbatches, max_tokens, unit)
     if cuts is None:
         model.forward_backward(microbatches, loss_fn, backward)
         return
-    first = [piece for cut in cuts if len(cut.pieces) > 1 for piece in cut.pieces]
-    num_first, num = ranks.max_each([len(first), sum(len(cut.pieces) for cut in cuts)])
-    results = iter(model.forward(_padded(first, num_first, microbatches)) if num_first else ())
+    first = _padded([piece for cut in cuts if len(cut.pieces) > 1 for piece in cut.pieces], ranks, microbatches)
+    results = iter(model.forward(first) if first else ())
     parts: list[Experience] = []
+    own_losses: list[Tensor] = []  # until the first piece's loss contains them
     for cut in cuts:
         if len(cut.pieces) == 1:
             parts.append(cut.whole)
         else:
-            parts += cut.with_gradients(cut.joined(list(islice(results, len(cut.pieces)))), loss_fn)
+            outputs = cut.joined(list(islice(results, len(cut.pieces))))
+            parts += cut.with_gradients(outputs, loss_fn, own, own_losses)
     for _ in results:
         pass
 
@@ -156,30 +160,24 @@ def forward_backward(
             return loss_fn(part, outputs)
         pairs = ((getattr(outputs, name), gradient) for name, gradient in gradients.items() if gradient is not None)
         products = [(value * gradient).sum() for value, gradient in pairs if value.requires_grad]
-        return torch.stack(products).sum() if products else outputs.logprobs.sum()
+        products = [*(products or [outputs.logprobs.sum()]), *own_losses]
+        own_losses.clear()
+        return torch.stack(products).sum()
 
-    model.forward_backward(_padded(parts, num, microbatches), loss_of, backward)
+    model.forward_backward(_padded(parts, ranks, microbatches), loss_of, backward)
 
 
 def _cuts(model: ParallelModel, microbatches: Microbatches, max_tokens: int, unit: LossUnit) -> list[_Cut] | None:
     """Cuts microbatches that are too large; returns None if there are none on any rank."""
     experience = microbatches.experience
     num_tokens = experience.forward_tokens.tolist()
-    has_several_rows = unit != "trajectory" or "gaps" in experience.tokens
-    if (
-        not has_several_rows
-        or max(sum(num_tokens[row] for row in rows) for rows in experience.units(unit)) <= max_tokens
-    ):
+    largest = max((sum(num_tokens[row] for row in rows) for rows in experience.units(unit)), default=0)
+    if largest <= max_tokens or (unit == "trajectory" and "gaps" not in experience.tokens):
         return None
-    return [
-        _Cut.of(part, max_tokens, shares_prefixes=model.shares_prefixes(part))
-        if sum(num_tokens[row] for row in rows) > max_tokens
-        else _Cut.uncut(part)
-        for rows, part in zip(microbatches.rows, microbatches, strict=True)
-    ]
+    return [_Cut.of(part, max_tokens, shares_prefixes=model.shares_prefixes(part)) for part in microbatches]
 
 
-def _padded(parts: Sequence[Experience], num: int, microbatches: Microbatches) -> list[Experience]:
-    """Adds blank microbatches up to `num`, because all ranks of a sharded model run together."""
-    blank = [microbatches.experience.blank_row(microbatches.device)] if num > len(parts) else []
-    return [*parts, *blank * (num - len(parts))]
+def _padded(parts: Sequence[Experience], ranks: Ranks, microbatches: Microbatches) -> list[Experience]:
+    """Adds blank microbatches up to the largest number on any rank, because all ranks of a model run together."""
+    num_lacking = ranks.max_each([len(parts)])[0] - len(parts)
+    return [*parts, *[microbatches.experience.blank_row(microbatches.device) for _ in range(num_lacking)]]
