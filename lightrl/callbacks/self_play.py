@@ -55,8 +55,8 @@ class SelfPlay(RLCallback):
         for control in trainer.callbacks:
             if isinstance(control, StalenessControl) and control.max_staleness:
                 raise ValueError(
-                    f"SelfPlay needs max_staleness=0, got {control.max_staleness}: above 0, episodes continue while the "
-                    "opponent's weights are replaced, so one episode would have several opponents. Set it to 0."
+                    f"SelfPlay needs max_staleness=0, got {control.max_staleness}: otherwise, episodes continue while "
+                    "the opponent's weights are replaced, so one episode would have several opponents. Set it to 0."
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
