@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, finished, left_by, run, run_once
-from several_run import MUON_LR, muon_result, turns_result
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
+from several_run import muon_result, turns_result
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 
 from lightrl import FSDP2Strategy
 
@@ -100,11 +100,11 @@ def test_muon_resumes_from_a_folder_bit_for_bit_and_in_one_process(several_ranks
         assert all(torch.equal(value, whole[name]) for name, value in rank["muon resumed"]["weights"].items())
     saved = run_once(Path(__file__).with_name("several_run.py"), tmp_path_factory) / "muon" / "step=2.ckpt"
     assert saved.is_dir()
-    # A step of Muon has a root mean square of 0.2 · lr. It iterates in bfloat16, which enlarges the rounding of sums in
-    # another order; a step without the saved momentum would differ by as much as the step itself.
+    # Muon iterates in bfloat16, which enlarges what sums in another order change: a few percent of the way at most.
+    start = POLICY.load_model().state_dict()
     for found in (muon_result(tmp_path / "alone"), muon_result(tmp_path / "resumed", saved)):
         for name, value in found["weights"].items():
-            torch.testing.assert_close(whole[name], value, rtol=0, atol=0.1 * 0.2 * MUON_LR)
+            assert (value - whole[name]).norm() < 0.05 * (value - start[name]).norm(), name
 
 
 def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectories(two_ranks: Any) -> None:
