@@ -11,9 +11,13 @@ proximal policy, and M2PO; the first two also at a third of the learning rate, i
 longer and over more seeds, because the effects of staleness show late; the table's last lines compare them with naive,
 seed by seed.
 
-Distillation does not compete with the others: it trains on no reward, and its teacher, the final model of GRPO's run
-with seed 0, was trained with RL. Its curve is the measured reward of the student's samples; it shows how fast and how
-close the student gets to its teacher, where the gray curve ends.
+Algorithms with names that end in `with two tries` may answer again after a wrong answer, which GiGPO credits turn by
+turn.
+
+Distillation does not compete with the others: it trains on no reward, and its teachers, the final models of GRPO's runs
+with seeds 0 and 1, were trained with RL. Its curve is the measured reward of the student's samples; it shows how fast
+and how close the student gets to its teacher, where the gray curve ends. Of two teachers, each teaches prompts whose
+first digit is even or odd.
 
 Runs are separate processes, one after another, and each writes a file to the output folder. A run is not repeated if
 its file exists or `curves.csv` contains it, so seeds or algorithms can be added, and a killed benchmark resumes. To
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
 import logging
 import os
@@ -39,7 +44,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report
-from lightrl import ImportanceWeights, Sampling
+from examples.quickstart.task import LargestDigit
+from lightrl import Environment, ImportanceWeights, MultiTurn, Prompt, Sampling
 
 if TYPE_CHECKING:
     import lightrl
@@ -48,8 +54,38 @@ TRAJECTORIES = 256  # per iteration
 LATE = " 8 versions late"
 SLOW = " at lr 1e-4" + LATE  # a third of the others'
 SMALL_STEPS = " at lr 1e-4 in 4 updates" + LATE  # an iteration is cut into 4 instead of 2
+TRIES = " with two tries"
 
-# Class and settings, besides the shared ones; a teacher is a folder within the output folder.
+
+class SecondTry(Environment):
+    """Answers a wrong completion with `=`, once; a right one earns 1."""
+
+    def reset(self, prompt: Prompt) -> None:
+        self.answer, self.num_turns = max(prompt.id[:4]), 0
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        self.num_turns += 1
+        is_right = completion == self.answer
+        return "=", float(is_right), is_right or self.num_turns == 2
+
+
+class Parities(LargestDigit):
+    """Prompts with a column that names the parity of their first digit."""
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        prompts = super().make_prompts(split)
+        for prompt in prompts:
+            prompt.fields["parity"] = ("even", "odd")[int(prompt.id[0]) % 2]
+        return prompts
+
+
+IN_TURNS: dict[str, Any] = {
+    "workflow": functools.partial(MultiTurn, environment=SecondTry, max_turns=2),
+    "reward": "lightrl.rewards.environment_reward",
+}
+TEACHERS = {"teacher": 0, "teacher-1": 1}  # folder within the output folder → seed of GRPO's run
+
+# Class and settings, besides the shared ones.
 ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO": ("GRPO", {}),
     "Dr. GRPO": ("DrGRPO", {}),
@@ -81,6 +117,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "naive" + SMALL_STEPS: ("GRPO", {"lr": 1e-4, "num_minibatches": 4}),
     "decoupled" + SMALL_STEPS: ("GRPO", {"decoupled": True, "lr": 1e-4, "num_minibatches": 4}),
     "distillation": ("Distillation", {"group_size": 1, "teacher": "teacher"}),
+    "distillation by two teachers": (
+        "Distillation",
+        {"group_size": 1, "teachers": {"even": "teacher", "odd": "teacher-1"}, "teacher_column": "parity"},
+    ),
+    "GRPO" + TRIES: ("GRPO", IN_TURNS),
+    "GiGPO" + TRIES: ("GiGPO", IN_TURNS),
     "distillation by 4 likeliest tokens": ("Distillation", {"group_size": 1, "teacher": "teacher", "teacher_topk": 4}),
 }
 COLUMNS = ("algorithm", "seed", "iteration", "reward", "staleness_versions", "seconds")
@@ -123,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             if run_file(options.out, name, seed).exists():
                 continue
-            if "teacher" in ALGORITHMS[name][1]:
-                make_teacher(options)
+            for folder in teachers_of(name):
+                make_teacher(folder, options)
             before = time.perf_counter()
             run_alone(name, seed, options)
             rewards = [float(row["reward"]) for row in read_runs(options.out, [name]) if int(row["seed"]) == seed]
@@ -170,14 +212,19 @@ def make_start(out: Path, *, steps: int, lr: float = 5e-4, **sizes: int) -> Path
     return folder
 
 
-def make_teacher(options: argparse.Namespace) -> None:
-    """Returns the final model of GRPO's run with seed 0, made once."""
-    folder = options.out / "teacher"
+def teachers_of(name: str) -> list[str]:
+    settings = ALGORITHMS[name][1]
+    return [*([settings["teacher"]] if "teacher" in settings else []), *settings.get("teachers", {}).values()]
+
+
+def make_teacher(name: str, options: argparse.Namespace) -> None:
+    """Makes the final model of one of GRPO's runs, once."""
+    folder = options.out / name
     if (folder / "config.json").exists():
         return
     import lightrl
 
-    fit("GRPO", 0, options, lightrl.HuggingFaceExport(str(folder)))
+    fit("GRPO", TEACHERS[name], options, lightrl.HuggingFaceExport(str(folder)))
 
 
 def run_alone(name: str, seed: int, options: argparse.Namespace) -> None:
@@ -201,7 +248,6 @@ def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLC
 
     import lightrl
     from examples.quickstart.reward import exact
-    from examples.quickstart.task import LargestDigit
 
     quiet()
     torch.set_num_threads(options.threads)
@@ -217,12 +263,16 @@ def fit(name: str, seed: int, options: argparse.Namespace, callback: lightrl.RLC
     }
     if "teacher" in settings:
         settings = {**settings, "teacher": str(options.out / settings["teacher"])}
+    if "teachers" in settings:
+        folders = {name: str(options.out / folder) for name, folder in settings["teachers"].items()}
+        settings = {**settings, "teachers": folders}
     module = getattr(lightrl, kind)(str(options.out / "start"), **{**shared, **settings})
     callbacks = [callback, lightrl.StalenessControl(8 if name.endswith(LATE) else 0)]
     trainer = lightrl.Trainer(
         **trainer_settings(options.out, options.iterations), callbacks=callbacks, limit_val_batches=0
     )
-    trainer.fit(module, LargestDigit(batch_size=TRAJECTORIES // group_size))
+    data = Parities if "teachers" in settings else LargestDigit
+    trainer.fit(module, data(batch_size=TRAJECTORIES // group_size))
 
 
 def make_curve() -> Any:
@@ -308,7 +358,9 @@ def mean_and_spread(rows: Sequence[dict[str, str]], name: str) -> tuple[list[int
 
 
 def yardstick_of(name: str) -> str:
-    """Returns the baseline of an algorithm: GRPO, or the naive loss with the same staleness and steps."""
+    """Returns the baseline of an algorithm: GRPO with as many tries, or the naive loss as late and in such steps."""
+    if name.endswith(TRIES):
+        return "GRPO" + TRIES
     ending = next((ending for ending in (SMALL_STEPS, SLOW, LATE) if name.endswith(ending)), None)
     return "GRPO" if ending is None else f"naive{ending}"
 

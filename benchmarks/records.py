@@ -59,6 +59,7 @@ CODE = ("lightrl", ":(glob)examples/**/*.py")  # what a run's commit is about
 HELD_OUT = {
     "val/accuracy_fraction": "of held-out prompts",
     "val/token_accuracy_fraction": "of the tokens of held-out answers",
+    "val/exploitability": "as exploitability",
     "val/reward": "as held-out reward",
 }
 SAMPLED = ("rollout/accuracy_fraction", "rollout/reward")

@@ -16,14 +16,20 @@ FSDP2 ranks, of which rank 0 measures. Each row also contains the load of the ma
 
 Workloads are groups of 8 trajectories: `short` has prompts of 5 tokens and completions of 2 to 4, `skewed` prompts of
 32 and completions of lengths.py up to 128, `prompts` prompts of 128 and completions of 8 to 24.
+
+`--topk 0,8,64` also measures `score_centering` with the sampler's so many most likely tokens, here random ones, and the
+bytes that they take for each token: in the iteration's trajectories, and in the update's tensors.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -32,6 +38,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +50,12 @@ from benchmarks.lengths import skewed_lengths
 from benchmarks.local_engine import make_config, make_model
 from benchmarks.report import Report, median_ratio, peak_rss_mib
 from benchmarks.trajectories import GROUP_SIZE, PADDED_ROWS, make_trajectories, run_padded
+from lightrl.columns import TOPK_NAMES, extended, topk_columns
 from lightrl.experience import Experience
 from lightrl.models import Outputs
 from lightrl.strategies import FSDP2Strategy, Microbatches, ShardedExperience, ranks_of
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
+from lightrl.trajectory import Trajectory
 
 WARM_UP = 2  # updates
 TARGETS = {"sft": 1.0, "padded": 2.0}
@@ -160,23 +169,47 @@ def padded(name: str, minibatch: Experience) -> Callable[[], None]:
     return lambda: update(fastest)
 
 
+def with_likely_tokens(item: Trajectory, num: int, vocab_size: int) -> Trajectory:
+    """Returns the trajectory with `num` random tokens as the sampler's most likely ones, each 1 / vocab_size."""
+    generator = random.Random(item.sample)
+    chance, ids = -math.log(vocab_size), range(vocab_size)
+    tokens = [[(chance, token) for token in generator.sample(ids, num)] for _ in item.completion_ids]
+    columns = topk_columns(tokens, num)
+    return replace(item, columns=extended({}, len(item.prompt.token_ids or ()), columns, len(tokens)))
+
+
+def topk_bytes(minibatch: ShardedExperience) -> dict[str, int]:
+    """Returns the bytes of the sampler's most likely tokens for each token, on the host and in the update's tensors."""
+    tensors = [minibatch.dense()[name] for name in TOPK_NAMES if name in minibatch.tokens]
+    return {
+        "topk_bytes": sum(minibatch.tokens[name].token_bytes for name in TOPK_NAMES if name in minibatch.tokens),
+        "topk_tensor_bytes": sum(tensor.element_size() * tensor.shape[-1] for tensor in tensors),
+    }
+
+
 def work(arguments: argparse.Namespace) -> None:
     """Measures one model and workload, as this process or one of the ranks; rank 0 writes the times into the folder."""
     folder = Path(arguments.folder)
     config = make_config(arguments.models)
     torch.set_num_threads(arguments.threads)
     prompt_tokens, lengths = workload_of(arguments.workloads, arguments.groups * GROUP_SIZE, arguments.cap)
+    topk = int(arguments.topk)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         records = make_trajectories(prompt_tokens, lengths, config.vocab_size)
+        if topk:
+            records = [with_likely_tokens(item, topk, config.vocab_size) for item in records]
         (folder / "trajectories.jsonl").write_text("".join(json.dumps(item.to_json()) + "\n" for item in records))
     times, num_processes = UpdateTimes(), int(arguments.processes)
+    others = OtherTurns(times, arguments.models if num_processes == 1 else None)
+    centering = {"score_centering": True, "sampling": lightrl.Sampling(topk_logprobs=topk)} if topk else {}
     spec = lightrl.ModelSpec(config=config.to_dict(), tokenizer="examples.quickstart.task.tokenizer", seed=0)
-    module = lightrl.GRPO(spec, group_size=GROUP_SIZE, lr=0.0, reward="examples.quickstart.reward.exact")
+    reward = "examples.quickstart.reward.exact"
+    module = lightrl.GRPO(spec, group_size=GROUP_SIZE, lr=0.0, reward=reward, **centering)
     trainer = lightrl.Trainer(
         accelerator=arguments.accelerator,
         devices=num_processes,
         strategy=FSDP2Strategy() if num_processes > 1 else "auto",
-        callbacks=[OtherTurns(times, arguments.models if num_processes == 1 else None)],
+        callbacks=[others],
         profiler=times,
         max_steps=WARM_UP + arguments.repeats,
         logger=False,
@@ -189,15 +222,19 @@ def work(arguments: argparse.Namespace) -> None:
     trainer.fit(module, datamodule=lightrl.TrajectoryDataModule(str(folder / "trajectories.jsonl")))
     if trainer.is_global_zero:
         turns = {name: values[WARM_UP:] for name, values in times.turns.items()}
+        assert others.minibatch is not None
         result = {"turns": turns, "peak_rss_mib": peak_rss_mib(), "tokens": sum(lengths) + prompt_tokens * len(lengths)}
+        result["topk"] = {"topk": topk, **topk_bytes(others.minibatch)} if topk else {}
         (folder / "result.json").write_text(json.dumps(result))
 
 
-def measure(report: Report, model: str, workload: str, processes: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    report: Report, model: str, workload: str, processes: str, topk: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Adds the rows of one model, workload and number of processes; returns the ratios by side."""
     with tempfile.TemporaryDirectory(prefix="update_vs_sft_") as folder:
         words = [sys.executable, "-m", "benchmarks.update_vs_sft", "--folder", folder, "--models", model]
-        words += ["--workloads", workload, "--processes", processes]
+        words += ["--workloads", workload, "--processes", processes, "--topk", topk]
         words += [
             f"--{name}={getattr(arguments, name)}" for name in ("groups", "cap", "repeats", "threads", "accelerator")
         ]
@@ -214,6 +251,7 @@ def measure(report: Report, model: str, workload: str, processes: str, arguments
             workload=workload,
             processes=int(processes),
             against=side,
+            **result["topk"],
             **median_ratio(wall[side], wall["rl"]),
             cpu_ratio=median_ratio(cpu[side], cpu["rl"])["ratio"],
             target=TARGETS[side] if side == "sft" or workload != "short" else None,
@@ -231,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default="1M,27M")
     parser.add_argument("--workloads", default="short,skewed,prompts")
     parser.add_argument("--processes", default="1,4")
+    parser.add_argument("--topk", default="0", help="likely tokens for score centering; 0 does not center")
     parser.add_argument("--groups", type=int, default=16, help=f"of {GROUP_SIZE} trajectories")
     parser.add_argument("--cap", type=int, default=128, help="longest completion of the skewed workload, in tokens")
     parser.add_argument("--repeats", type=int, default=10, help=f"measured updates; {WARM_UP} more warm up")
@@ -254,8 +293,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for model in arguments.models.split(","):
         for processes in arguments.processes.split(","):
-            for workload in arguments.workloads.split(","):
-                ratios[model].append(measure(report, model, workload, processes, arguments))
+            for workload, topk in itertools.product(arguments.workloads.split(","), arguments.topk.split(",")):
+                measured = measure(report, model, workload, processes, topk, arguments)
+                if topk == "0":
+                    ratios[model].append(measured)
     print(f"\n{report.table()}\n")
     for model, found in ratios.items():  # the least of all its workloads and numbers of processes
         print(json.dumps({"model": model, "ratio": min(item["sft"] for item in found)}))

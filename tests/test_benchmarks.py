@@ -48,11 +48,14 @@ def printed(capture) -> list[dict]:
 
 @pytest.mark.extra
 def test_an_update_is_compared_with_fine_tuning_of_its_tokens():
-    command = [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick"]
+    command = [sys.executable, "-m", "benchmarks.update_vs_sft", "--quick", "--topk", "0,8"]
     rows = rows_of(forked.run(command, stdout=subprocess.PIPE, text=True, check=True, children_fork=True).stdout)
-    measured = [(row["processes"], row["against"]) for row in rows if row.get("measurement") == "update"]
-    assert sorted(measured) == [(1, "padded"), (1, "sft"), (2, "sft")]
-    assert rows[-1] == {"model": "1M", "ratio": min(row["ratio"] for row in rows if row.get("against") == "sft")}
+    updates = [row for row in rows if row.get("measurement") == "update"]
+    plain, centered = ([row for row in updates if ("topk" in row) == is_centered] for is_centered in (False, True))
+    for part in (plain, centered):
+        assert sorted((row["processes"], row["against"]) for row in part) == [(1, "padded"), (1, "sft"), (2, "sft")]
+    assert {(row["topk"], row["topk_bytes"], row["topk_tensor_bytes"]) for row in centered} == {(8, 64, 96)}
+    assert rows[-1] == {"model": "1M", "ratio": min(row["ratio"] for row in plain if row["against"] == "sft")}
 
 
 @pytest.mark.extra

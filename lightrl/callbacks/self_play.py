@@ -33,7 +33,7 @@ class SelfPlay(RLCallback):
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
     decodes in this process, with a second copy of the policy. The opponent's tokens are not in the trajectories, so
     they are never trained on. Checkpoints contain the pool, so a resumed run has the same opponents; each version is
-    as large as the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
+    as large as the exported weights. `max_staleness` must be 0: no episode continues when its opponent is replaced.
 
     Args:
         every_n_iterations: how often the current version joins the pool, which starts with the initial version.
@@ -55,8 +55,8 @@ class SelfPlay(RLCallback):
         for control in trainer.callbacks:
             if isinstance(control, StalenessControl) and control.max_staleness:
                 raise ValueError(
-                    f"SelfPlay needs max_staleness=0, got {control.max_staleness}: off-policy, episodes start before "
-                    "their opponent is chosen. Remove StalenessControl, or set its max_staleness to 0."
+                    f"SelfPlay needs max_staleness=0, got {control.max_staleness}: otherwise, episodes continue while "
+                    "the opponent's weights are replaced, so one episode would have several opponents. Set it to 0."
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -11,18 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from rank_scripts import gathered_tensors, leave
 from resharded_run import weights_of
 from several_ranks_run import BySGD
 from tiny_run import CONFIG, POLICY, TinyGRPO, train
 
-from lightrl import Distillation, Environment, FSDP2Strategy, MultiTurn, PromptDataModule, RLCallback, Trajectory
+from lightrl import (
+    Distillation,
+    Environment,
+    FSDP2Strategy,
+    GiGPO,
+    MultiTurn,
+    PromptDataModule,
+    RLCallback,
+    Trajectory,
+)
 from lightrl.callbacks.self_play import SelfPlay
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
 from lightrl.workflows import AgentEnvironment, MultiAgent
 
 ROUNDS = 2
+MUON_LR = 0.02
 
 
 class Echo(Environment):
@@ -145,17 +156,53 @@ class Duel(BySGD, TinyGRPO):
         return {"rewards": list(trajectory.rewards or [])}
 
 
-def duel() -> Duel:
+def duel(num_minibatches: int = 2) -> Duel:
     def workflow(tokenizer: Any) -> MultiAgent:
         return MultiAgent(tokenizer, Contest, max_tokens=28, truncated_reward=-1.0)
 
-    return Duel(workflow=workflow, num_minibatches=2, max_failed_fraction=1.0, lr=0.1)
+    return Duel(workflow=workflow, num_minibatches=num_minibatches, max_failed_fraction=1.0, lr=0.1)
 
 
 def agents_result(folder: Path, **flags: Any) -> dict[str, Any]:
     module = duel()
     train(folder, module, callbacks=[SelfPlay(1, fraction=0.5)], max_steps=2, **flags)
     return {"weights": weights_of(module)}
+
+
+class Parity(Environment):
+    """What it shows depends on the number of fives before, so that some turns of a group resemble each other."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def step(self, completion: str) -> Any:
+        self.texts.append(completion)
+        return "34"["".join(self.texts).count("5") % 2], float(completion.count("5")), len(self.texts) == 3
+
+
+class ByTurns(BySGD, TinyGRPO, GiGPO):
+    def reward(self, trajectory: Trajectory) -> Any:
+        return of_turns(trajectory)
+
+
+def turns_result(folder: Path, **flags: Any) -> dict[str, Any]:
+    """Trains two iterations by GiGPO; the last one's tensors of all trajectories."""
+
+    def workflow(tokenizer: Any) -> MultiTurn:
+        return MultiTurn(tokenizer, Parity, max_turns=3, max_tokens=28)
+
+    module = ByTurns(workflow=workflow, step_weight=0.7, num_minibatches=2, microbatch_tokens=60, lr=0.1)
+    train(folder, module, max_steps=2, **flags)
+    return {"tensors": gathered_tensors(module.experiences[-1]), "weights": weights_of(module)}
+
+
+def muon_result(folder: Path, ckpt_path: Path | None = None, **flags: Any) -> dict[str, Any]:
+    """Trains four iterations by Muon, and saves after two of them; or the last two, from a checkpoint."""
+    module = TinyGRPO(optimizer="muon", num_minibatches=2, lr=MUON_LR, eps=MUON_LR)  # see BySGD
+    saves = [] if ckpt_path else [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+    checkpoints: dict[str, Any] = {"callbacks": saves, "enable_checkpointing": bool(saves), "ckpt_path": ckpt_path}
+    train(folder, module, max_steps=4, **checkpoints, **flags)
+    return {"weights": weights_of(module), "num_trained": len(module.trained)}
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -174,6 +221,9 @@ def main() -> None:
         strategy = FSDP2Strategy(cp=2) if flags else FSDP2Strategy()
         found[name] = taught_result(folder, teachers, devices=2, strategy=strategy)
     found["agents"] = agents_result(folder, **spread)
+    found["turns"] = turns_result(folder, **spread)
+    found["muon"] = muon_result(folder / "muon", **spread)
+    found["muon resumed"] = muon_result(folder / "muon resumed", folder / "muon" / "step=2.ckpt", **spread)
     leave(found, folder)
 
 

@@ -1,5 +1,7 @@
-"""Runs against older versions: who plays, what trains, and resumes to the bit."""
+"""Runs of several agents: each one's gradient, and older versions as opponents, which resume to the bit."""
 
+import statistics
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +9,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from several_run import Duel, agents_result, duel
-from tiny_run import Digits, TinyGRPO, are_equal, train, weights
+from tiny_run import POLICY, Digits, TinyGRPO, are_equal, train, weights
 
-from lightrl import FakeEngine, StalenessControl
+from lightrl import FakeEngine, RLCallback, StalenessControl
 from lightrl.callbacks.self_play import SelfPlay
 
 
@@ -51,6 +53,45 @@ def test_older_versions_play_and_a_resume_repeats_the_run_bit_for_bit(tmp_path: 
     resumed, again = fit(tmp_path, tmp_path / "step=3.ckpt")
     assert [version for version, _ in again.played] == [version for version, _ in watched.played][3:]
     assert are_equal(weights(resumed), weights(whole))
+
+
+class Kept(RLCallback):
+    def on_rewards_ready(self, trainer: Any, module: Any, groups: Any) -> None:
+        self.groups = groups
+
+
+def test_an_update_follows_each_agents_own_advantage_at_its_own_tokens_alone(tmp_path: Path) -> None:
+    """The gradient, from plain forwards of each agent's conversation and a loop over roles."""
+    kept, module = Kept(), duel(num_minibatches=1)
+    train(tmp_path, module, Digits(batch_size=6), callbacks=[kept, SelfPlay(1, fraction=0.5)], max_steps=1)
+    model = POLICY.load_model()
+    losses: list[torch.Tensor] = []
+    signs = set()
+    for group in kept.groups:
+        earned: list[dict[int, float]] = [defaultdict(float) for _ in group.trajectories]
+        for item, total in zip(group.trajectories, earned, strict=True):
+            for agent, reward in zip(item.columns["agents"], item.rewards, strict=True):
+                total[agent] += reward
+        for item, total in zip(group.trajectories, earned, strict=True):
+            for spans in item.rows:
+                indices = [index for start, end in spans for index in range(start, end)]
+                logprobs = model(torch.tensor([[item.token_ids[index] for index in indices]])).logits[0].log_softmax(-1)
+                for before, index in enumerate(indices[1:]):
+                    if (agent := item.columns["agents"][index]) < 0:
+                        continue
+                    peers = [other[agent] for other in earned if agent in other]
+                    spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
+                    advantage = (total[agent] - statistics.fmean(peers)) / (spread + 1e-5) if spread else 0.0
+                    losses.append(-advantage * logprobs[before, item.token_ids[index]])
+                    signs.add((agent, advantage > 0))
+    assert len(signs) == 4  # both agents won and lost
+    assert {item.metrics["opponent_fraction"] for group in kept.groups for item in group.trajectories} == {0.0, 1.0}
+    torch.stack(losses).mean().backward()
+    largest = max(float(parameter.grad.abs().max()) for parameter in model.parameters())
+    for name, parameter in model.named_parameters():
+        moved = (parameter.detach() - weights(module)[name]) / module.lr
+        torch.testing.assert_close(moved, parameter.grad, rtol=0, atol=1e-4 * largest)
+    assert largest > 0.01
 
 
 def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path: Path) -> None:
