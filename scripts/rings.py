@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 LEAVES = {
     "supervised": Leaf("algorithms/supervised", 469, "lightrl.SFT",
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
-    "relatives": Leaf("algorithms/relatives.py", 548, "lightrl.DAPO",
+    "relatives": Leaf("algorithms/relatives.py", 554, "lightrl.DAPO",
         "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
     "turns": Leaf("algorithms/turns.py", 143, "lightrl.GiGPO",
         "algorithms/test_turns.py", "algorithms.md#credit-for-each-turn"),
