@@ -52,11 +52,11 @@ class _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
         Args:
-            shares_prefixes: count tokens with which rows of a piece begin alike once, and keep such rows together.
+            shares_prefixes: keep rows that begin alike together, and count what they share as a packed row holds it.
         """
         rows, join = branch_rows(whole)
         if shares_prefixes:
-            parts = [part.order for part in Prefixes.of(rows).chunks(max_tokens)]
+            parts = [part.order for part in Prefixes.of(rows).packed_chunks(max_tokens)]
         else:
             parts = bins(on_host(rows.lengths).tolist(), max_tokens)
         if len(parts) == 1:
