@@ -31,9 +31,10 @@ class SelfPlay(RLCallback):
     """Keeps a pool of older versions, one of which plays one role in a fraction of the training episodes.
 
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
-    decodes in this process, with a second copy of the policy. Its tokens are not in the trajectories, so they are never
-    trained on. Checkpoints contain the pool, so a run resumes bit for bit (on a CPU); each version has the size of
-    the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
+    decodes in this process, in the dtype of the policy's engine, with a second copy of the policy, which `lightrl plan`
+    counts. Its tokens are not in the trajectories, so they are never trained on. Checkpoints contain the pool, so a run
+    resumes bit for bit (on a CPU); each version has the size of the exported weights. Rollouts must be on-policy
+    (`max_staleness: 0`).
 
     Args:
         every_n_iterations: how often the current version joins the pool; the initial version is its first.
@@ -66,7 +67,9 @@ class SelfPlay(RLCallback):
         if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
             raise ValueError("SelfPlay needs the workflow MultiAgent, whose agents it plays. Set model.workflow.")
         if workflows:
-            self._engine = LocalEngine(record_routes=False)
+            engines = sorted(trainer.rollout.engine.dtypes() - {"float8_e4m3fn"})
+            self._engine = LocalEngine(record_routes=False, dtype=engines[0] if engines else "auto")
+            self._engine.trainer_precision = str(trainer.precision)
             self._engine.place([pl_module.device])
             self._engine.start(pl_module.policy_config)
             sampling = with_stop_tokens(pl_module.sampling, pl_module.stop_token_ids())
