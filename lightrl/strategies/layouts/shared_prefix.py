@@ -134,7 +134,7 @@ class Prefixes(NamedTuple):
         """Cuts the order into parts whose packed rows need the memory of `max_tokens` tokens, or of one longer row."""
         rest = self
         while num := len(rest.order):
-            num = 1 + bisect.bisect_right(range(2, num + 1), max_tokens, key=rest._held_tokens)
+            num = 1 + bisect.bisect_right(range(2, num + 1), float(max_tokens), key=rest._held_tokens)
             yield rest._part(0, num)
             rest = rest._part(num, None)
 
