@@ -42,7 +42,7 @@ LEAVES = {
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
     "tasks": Leaf("data/tasks.py", 214, "lightrl.data.tasks.Task",
         "trainer/test_tasks.py", "bring-your-data.md#each-source-its-own-task"),
-    "recorded trajectories": Leaf("data/trajectories.py", 83, "lightrl.TrajectoryDataModule",
+    "recorded trajectories": Leaf("data/trajectories.py", 87, "lightrl.TrajectoryDataModule",
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 288, "lightrl.Distillation",
         "algorithms/test_distillation.py trainer/test_teachers.py", "algorithms.md#from-a-teacher"),
@@ -53,7 +53,7 @@ LEAVES = {
         "engines/test_kernels.py", "performance.md#small-machines"),
     "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
-    "SGLang": Leaf("engines/sglang", 720, "lightrl.SGLangEngine",
+    "SGLang": Leaf("engines/sglang", 739, "lightrl.SGLangEngine",
         "engines/test_sglang_client.py engines/test_sglang_cpu.py engines/test_sglang_ends.py "
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
