@@ -179,7 +179,7 @@ class Trainer(RLTrainer):
     Args:
         engine: generates completions; None uses `LocalEngine()`, which runs in this process.
         callbacks: one or several callbacks, from Lightning or lightrl.
-        strategy: an object or a name, from Lightning or lightrl; with several devices, `auto` is `FSDP2Strategy`.
+        strategy: an object or a name, from Lightning or lightrl; with several devices, auto or None is FSDP2Strategy.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
         kwargs: further arguments of Lightning's Trainer.
@@ -190,7 +190,7 @@ class Trainer(RLTrainer):
         *,
         engine: RolloutEngine | None = None,
         callbacks: list[Callback] | Callback | None = None,
-        strategy: Strategy | str = "auto",
+        strategy: Strategy | str | None = "auto",
         log_every_n_steps: int | None = None,
         **kwargs: Unpack[LightningSettings],
     ) -> None:
@@ -208,10 +208,9 @@ class Trainer(RLTrainer):
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():
             ignore_srun_advice()
-            given: dict[str, Any] = {**kwargs}
             names = ("accelerator", "devices", "num_nodes")
-            flags = {name: given[name] for name in names if given.get(name) is not None}
-            # With several devices, Lightning would use DDP.
+            flags: Any = {name: value for name, value in kwargs.items() if name in names and value is not None}
+            strategy = strategy or "auto"  # with several devices Lightning would use DDP
             if strategy == "auto" and not isinstance(_AcceleratorConnector(**flags).strategy, SingleDeviceStrategy):
                 strategy = FSDP2Strategy()
             # Lightning appends its defaults to the list that it gets; a copy keeps the user's list unchanged.

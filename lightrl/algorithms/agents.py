@@ -5,17 +5,29 @@ Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from lightrl.algorithms.grpo import GRPO
+from lightrl.checks.user_code import function_of
 from lightrl.columns import COPIES
 from lightrl.module import RLModule
+from lightrl.rewards.parts import parts_of
+
+_ONE_NUMBER = re.compile(r"float|int|bool|dict\[str, [\w| ]+\]")  # annotations of what a reward function returns
 
 
-def check_agents(module: RLModule) -> None:
-    """Raises ValueError if the module has no baseline per agent; called before a run with MultiAgent starts."""
+def check_agents(module: RLModule, rewards: Iterable[Any] = ()) -> None:
+    """Raises ValueError if the module has no baseline per agent, or a reward of MultiAgent's is not per agent.
+
+    Args:
+        rewards: before a run, what computes the rewards of MultiAgent's trajectories. A function whose annotation does
+            not say what it returns is accepted; `agent_advantages` then sees its rewards.
+    """
     kind = type(module).advantages
     if kind is not GRPO.advantages and not kind.__module__.startswith("lightrl."):
         return
@@ -38,6 +50,22 @@ def check_agents(module: RLModule) -> None:
         raise ValueError(
             "A reward model scores a trajectory, not an agent. Remove reward_model, or override advantages."
         )
+    for reward in rewards:
+        if _gives_one_number(reward):
+            raise ValueError(
+                f"MultiAgent needs rewards per agent, but reward={getattr(reward, '__qualname__', reward)!r} returns "
+                "one number for a trajectory. Set it to lightrl.rewards.environment_reward, alone or as a part of it."
+            )
+
+
+def _gives_one_number(reward: Any) -> bool:
+    try:
+        functions = [reward] if callable(reward) else [function_of(part.path, "reward") for part in parts_of(reward)]
+        calls = [item.__call__ if isinstance(item, type) else item for item in functions]
+        kinds = [inspect.formatannotation(inspect.signature(call).return_annotation).strip("'") for call in calls]
+    except (TypeError, ValueError):  # a builtin, or a path that the reward worker refuses
+        return False
+    return all(map(_ONE_NUMBER.fullmatch, kinds))
 
 
 def agent_advantages(module: RLModule, experience: Any) -> Any:

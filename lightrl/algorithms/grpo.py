@@ -148,13 +148,9 @@ class GRPO(RLModule):
                 "overlong_penalty compares a trajectory with the length limit of one completion, so it does not work "
                 "with a workflow. Add the penalty in the reward function."
             )
-        self.clip_low = clip_low
-        self.clip_high = clip_high
-        self.dual_clip = dual_clip
+        self.clip_low, self.clip_high, self.dual_clip = clip_low, clip_high, dual_clip
         self.ratio_level = ratio_level
-        self.advantage_mean = advantage_mean
-        self.advantage_std = advantage_std
-        self.leave_one_out = leave_one_out
+        self.advantage_mean, self.advantage_std, self.leave_one_out = advantage_mean, advantage_std, leave_one_out
         weights = self.importance_weights = ImportanceWeights() if decoupled is True else decoupled or None
         self.reference_kl = reference
         self.kl_coef = 0.0 if reference is None else reference.coef  # PPO may adapt it
@@ -263,7 +259,8 @@ class GRPO(RLModule):
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """Returns 1 where the clip of `policy_loss` takes effect, 0 elsewhere, [B, T]."""
-        return is_clipped(ratio, experience["advantages"], clip_low=self.clip_low, clip_high=self.clip_high)
+        low, high, dual = self.clip_low, self.clip_high, self.dual_clip
+        return is_clipped(ratio, experience["advantages"], clip_low=low, clip_high=high, dual_clip=dual)
 
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """Returns the policy-gradient part of the loss, [B, T]."""

@@ -261,6 +261,12 @@ class SAPO(GRPO):
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return sapo_loss(ratio, experience["advantages"], **self.temperatures)
 
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        ratio, temperatures = ratio.detach(), self.temperatures.values()
+        temperature = torch.where(experience["advantages"] > 0, *temperatures)
+        gate = torch.sigmoid(temperature * (ratio - 1))
+        return 4 * ratio * gate * (1 - gate)  # ratio · the slope of the loss
+
 
 class LitePPO(GRPO):
     """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.

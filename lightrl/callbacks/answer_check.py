@@ -203,8 +203,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     evidence = tilts * values[is_outcome][:, None] - expected
     if sampling.is_truncated:  # a token beyond the border is stronger evidence
         sampled = torch.where(is_sampled.any(1), torch.where(is_sampled, top, 0.0).sum(1), top[:, -1])
-        is_beyond = sampled < border[:, 0] - margin_nats
-        evidence[:, 1] = torch.where(is_beyond, *OUTSIDE_NATS)
+        evidence[:, 1] = torch.where(sampled < border[:, 0] - margin_nats, *OUTSIDE_NATS)
     is_known = ~is_kept[:, -1:] | (not sampling.is_truncated)  # False if the truncation keeps tokens beyond K
     return torch.where(is_known, evidence, 0.0)
 

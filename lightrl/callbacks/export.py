@@ -22,6 +22,7 @@ from lightrl.models.model_folder import (
 )
 from lightrl.models.tuning import Part, tuning_of
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, Ranks, parallel_model, ranks_of, whole
+from lightrl.strategies.empty_model import empty_model
 
 if TYPE_CHECKING:
     import lightning as L
@@ -60,7 +61,7 @@ class HuggingFaceExport(RLCallback):
 
     Raises:
         ValueError: when `fit` starts, if `to` contains files that are not from an export or contains the model that
-            the run loads, or if another run uses the folder.
+            the run loads, if another run uses the folder, or if peft would load the adapters as another model.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class HuggingFaceExport(RLCallback):
         if trainer.is_global_zero:
             hold(self.folder, "to")
         check_model_folder(self.folder, asked_by="HuggingFaceExport", source=str(getattr(model, "name_or_path", "")))
+        self._check_adapters(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -141,11 +143,30 @@ class HuggingFaceExport(RLCallback):
             elif tensors is None:
                 save_model(model, folder)
             else:
-                ModelDescription.of(model, self._settings_of(module)).save(tensors, folder)
+                description = ModelDescription.of(model, self._settings_of(module))
+                description.save(tensors, folder)
             if module.tokenizer is not None:
                 save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.folder)
+        if tensors is not None and head is None:
+            description.check_added(tensors, f"the adapters in {self.folder}")
+
+    def _check_adapters(self, trainer: L.Trainer, module: Any) -> None:
+        """Raises ValueError on all ranks if peft would read the adapters as another model than the trained one."""
+        model = getattr(module, self._body_of(module))
+        if not tuning_of(model).keeps_base or self._is_whole(module) or cast("RLTrainer", trainer).fast_dev_run:
+            return
+        ranks, role, problem = ranks_of(trainer.strategy), self._settings_of(module), ""
+        if ranks.is_main:
+            whole_model = empty_model(role) if isinstance(trainer.strategy, FSDP2Strategy) else model
+            added = {name: value for name, value in whole_model.named_parameters() if role.tuning.adds(name)}
+            try:
+                ModelDescription.of(whole_model, role).check_added(added, "the adapters that this run exports")
+            except ValueError as error:
+                problem = str(error)
+        if problem := ranks.broadcast_json(problem):
+            raise ValueError(problem)
 
     def _gather_tensors(self, trainer: L.Trainer, module: Any, body: str) -> dict[str, Tensor] | None:
         """Returns the whole tensors to write, on the CPU: all parameters, with adapters merged, or only the adapters.
@@ -161,9 +182,7 @@ class HuggingFaceExport(RLCallback):
         parallel = module.parallel_models.get(body)
         if parallel is None:
             parallel = parallel_model(trainer.strategy, model, LogprobSettings())
-        # A scalar head is trained in full, and peft's format has no place for it.
-        is_whole = self.merged or self._is_head(module) or self._settings_of(module).spec.head == "scalar"
-        part: Part = "added" if keeps_base and not is_whole else "whole"
+        part: Part = "added" if keeps_base and not self._is_whole(module) else "whole"
         tensors: dict[str, Tensor] = {}
         for bucket in parallel.full_parameters(_BUCKET_BYTES, part=part):
             if is_main:
@@ -175,6 +194,10 @@ class HuggingFaceExport(RLCallback):
         weight = module.value_head.weight  # None on the earlier stages of a pipeline
         head = {} if weight is None else {"head": whole(weight)}
         return holders.broadcast_tensors(head, source=holders.size - 1)["head"].cpu()
+
+    def _is_whole(self, module: Any) -> bool:
+        """Whether adapters are merged; a scalar head was trained itself, and peft's format has no place for it."""
+        return self.merged or self._is_head(module) or self._settings_of(module).spec.head == "scalar"
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))

@@ -41,7 +41,7 @@ KINDS = {
     "metrics.csv": "every metric, a row per iteration",
     "events.out.tfevents*": "the same for tensorboard --logdir .",
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
-    "predictions.jsonl": "trajectories of lightrl predict, one per line",
+    "predictions*.jsonl": "trajectories of lightrl predict, one per line",
     "checkpoints": "fit --ckpt_path last continues from the newest",
     "exported": "the trained model as a Hugging Face folder",
     "trace": "where the time went: summary.json, trace.json",

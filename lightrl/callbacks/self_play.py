@@ -31,9 +31,10 @@ class SelfPlay(RLCallback):
     """Keeps a pool of older versions; in a fraction of the training episodes, one of them plays one role.
 
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
-    decodes in this process, with a second copy of the policy. The opponent's tokens are not in the trajectories, so
-    they are never trained on. Checkpoints contain the pool, so a resumed run has the same opponents; each version is
-    as large as the exported weights. `max_staleness` must be 0: no episode continues when its opponent is replaced.
+    decodes on rank 0, in the dtype of the policy's engine, with a second copy of the policy. The opponent's tokens are
+    not in the trajectories, so they are never trained on. Checkpoints contain the pool, so a resumed run has the same
+    opponents; each version is as large as the exported weights. `max_staleness` must be 0: no episode continues when
+    its opponent is replaced.
 
     Args:
         every_n_iterations: how often the current version joins the pool, which starts with the initial version.
@@ -66,7 +67,9 @@ class SelfPlay(RLCallback):
         if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
             raise ValueError("SelfPlay plays agents of the workflow MultiAgent. Set model.workflow to it.")
         if workflows:
-            self._engine = LocalEngine(record_routes=False)
+            engines = sorted(trainer.rollout.engine.dtypes() - {"float8_e4m3fn"})
+            self._engine = LocalEngine(record_routes=False, dtype=engines[0] if engines else "auto")
+            self._engine.trainer_precision = str(trainer.precision)
             self._engine.place([pl_module.device])
             self._engine.start(pl_module.policy_config)
             sampling = with_stop_tokens(pl_module.sampling, pl_module.stop_token_ids())

@@ -236,7 +236,7 @@ class LightRLCLI(LightningCLI):
         writer = _PredictionFile()
         self.trainer.callbacks.append(writer)
         self.trainer.predict(**kwargs, return_predictions=False)
-        if writer.has_written:
+        if writer.path is not None:
             self.trainer.print(f"Predictions: {writer.path}")
 
 
@@ -274,13 +274,12 @@ def _plain(value: Any) -> Any:
 
 
 class _PredictionFile(L.Callback):
-    """Writes the trajectories of each batch, with their rewards, to a file, one per line."""
+    """Writes the trajectories of each batch, with their rewards, to a new file, one per line."""
 
-    def __init__(self) -> None:
-        self.has_written = False
+    path: Path | None = None  # None until it has the first trajectory
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.path = (run_folder(trainer) or Path.cwd()) / "predictions.jsonl"
+        self.folder = run_folder(trainer) or Path.cwd()
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object
@@ -288,11 +287,13 @@ class _PredictionFile(L.Callback):
         groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
         if not groups or not trainer.is_global_zero:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab" if self.has_written else "wb") as file:
+        if self.path is None:  # without a logger, the folder may have the files of earlier runs
+            self.folder.mkdir(parents=True, exist_ok=True)
+            names = ("predictions.jsonl", *(f"predictions-{number}.jsonl" for number in range(2, 100_000)))
+            self.path = next(path for name in names if not (path := self.folder / name).exists())
+        with self.path.open("ab") as file:
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                 file.write(encode_json(trajectory) + b"\n")
-        self.has_written = True
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:

@@ -120,6 +120,8 @@ def export_checkpoint(
             write_card(folder, repo=hub.repo, checkpoint=checkpoint, role=role, base=base)
     average = f", averaged over {count_text(len(states), 'checkpoint')}" if earlier else ""
     log.info("Exported the %s of %s%s to %s.", role, checkpoint, average, to)
+    if not merged:
+        description.check_added(tensors, f"the adapters in {to}")
     if any(other.body == role for other in descriptions.values()):
         log.info(HEAD_STAYS_BEHIND)
     if hub is not None:

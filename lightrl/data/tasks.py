@@ -64,9 +64,14 @@ class Tasks(dict[str, Task]):
 
     def check(self, module: Any) -> None:
         """Raises ValueError if a workflow or task does not fit the module; called before a model is built."""
-        workflows = (module.workflow, *(task.workflow for task in self.values()))
-        if any(getattr(class_of(workflow), "has_agents", False) for workflow in workflows):
-            entry_point("agent check")(module)
+        own = module.reward if module.reward_source is None else module.reward_source
+        tasks = [
+            (module.workflow if task.workflow is None else task.workflow, own if task.reward is None else task.reward)
+            for task in (Task(), *self.values())
+        ]
+        rewards = [reward for workflow, reward in tasks if getattr(class_of(workflow), "has_agents", False)]
+        if rewards:
+            entry_point("agent check")(module, rewards)
         sampling, overlong = module.sampling, getattr(module, "overlong_penalty", None)
         for label, task in self.items():
             name, size, limit = f"of source {label!r}", task.group_size, task.max_new_tokens

@@ -7,6 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.data.batches import EpochLoader
@@ -71,6 +72,9 @@ def read_iterations(path: Path) -> Iterator[list[Group]]:
             for where, _, trajectory in iteration:
                 if trajectory.reward is None:
                     raise ValueError(f"{where} has no reward, which training needs.")
+                for name in ("reward", "rewards", "behavior_logprobs"):
+                    if not np.isfinite(np.asarray(getattr(trajectory, name) or 0.0)).all():
+                        raise ValueError(f"{where} has NaN or infinity in {name!r}, which training cannot use.")
                 trajectories.append(trajectory)
             yield _groups(trajectories)
 

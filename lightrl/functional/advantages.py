@@ -117,8 +117,7 @@ def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, to
         [B, T], 0 where masked; 0 everywhere if all values are equal.
     """
     check_same_shape(values=values, loss_mask=loss_mask)
-    selected = values[loss_mask].double()
-    mean, variance, are_equal = moments(selected, total)
+    mean, variance, are_equal = moments(values[loss_mask].double(), total)
     if are_equal:
         return torch.zeros_like(values)
     normalized = (values.double() - mean) / (variance.sqrt() + eps)

@@ -74,10 +74,7 @@ def clipped_weights(
         clip_low, clip_high, dual_clip: as in `clipped_ratio_loss`.
     """
     ratio, advantages = policy_ratio(log_ratio, torch.zeros_like(log_ratio)), advantages[..., None].expand_as(log_ratio)
-    clipped = is_clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high) > 0
-    if dual_clip is not None:
-        clipped |= (advantages < 0) & (ratio > dual_clip)
-    return ratio.where(~clipped, 0.0)
+    return ratio * (1 - is_clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip))
 
 
 def check_centering(

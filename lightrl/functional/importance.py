@@ -151,9 +151,7 @@ def second_moment_mask(
         return loss_mask
     means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     num_kept = int((means <= threshold).sum())  # the mean of the k smallest values grows with k
-    if num_kept == len(ordered):
-        return loss_mask
-    return loss_mask & (squares < ordered[num_kept])
+    return loss_mask if num_kept == len(ordered) else loss_mask & (squares < ordered[num_kept])
 
 
 def interpolated_proximal_logprobs(

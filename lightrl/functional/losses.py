@@ -374,13 +374,15 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
     return is_leaving & (divergence > max_nats)
 
 
-def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
+def is_clipped(
+    ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> Tensor:
     """Returns 1 where the clip removes a token's gradient, 0 elsewhere; its mean is the clipped fraction.
 
     Args:
         ratio: [B, T], from `policy_ratio` or `sequence_ratio`.
         advantages: [B, T].
-        clip_low, clip_high: the bounds that the loss uses.
+        clip_low, clip_high, dual_clip: the bounds that the loss uses.
 
     Returns:
         float [B, T], detached.
@@ -388,7 +390,7 @@ def is_clipped(ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip
     check_same_shape(ratio=ratio, advantages=advantages)
     check_bounds(0, clip_low=clip_low, clip_high=clip_high)
     too_high = (ratio > 1 + clip_high) & (advantages > 0)
-    too_low = (ratio < 1 - clip_low) & (advantages < 0)
+    too_low = ((ratio < 1 - clip_low) | (ratio > (dual_clip or math.inf))) & (advantages < 0)
     return (too_high | too_low).to(ratio.dtype)
 
 

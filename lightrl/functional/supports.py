@@ -54,8 +54,7 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
     gaps = np.diff(ids, prepend=-1) - 1
     is_first = np.diff(rows, prepend=-1) != 0
     gaps[is_first] = ids[is_first]
-    num_numbers = np.bincount(rows, minlength=num) + 1
-    ends = num_numbers.cumsum()
+    ends = (np.bincount(rows, minlength=num) + 1).cumsum()
     numbers = np.empty(len(ids) + num, np.int64)
     is_end = np.zeros(len(numbers), bool)
     is_end[ends - 1] = True

@@ -130,8 +130,7 @@ def score(
             with forward_context():
                 return _infer(module, call, current, holders_of(call, ranks))
         if call.url is not None and call.role is not None:
-            is_scalar = module.models()[call.role].spec.head == "scalar"
-            call = entry_point("served model calls")(call, is_scalar=is_scalar)
+            call = entry_point("served model calls")(call, module)
         outputs = asked_once(call, asked, lambda: _function_outputs(call, current, [*asked]))
         per_token = {key: value for key, value in outputs.items() if value.dim() > 1}
         return {**outputs, **{key: TokenRows.of_padded(value, current.lengths) for key, value in per_token.items()}}
@@ -274,8 +273,8 @@ def _function_outputs(
 
     Raises:
         TrainingError: if the function raises anything but a LightRLError, which already names its source.
-        ValueError: if the result lacks a tensor for an output or a row for a trajectory, or contains NaN because the
-            function read rewards, which are NaN until they are known.
+        ValueError: if the result is not a tensor for each output, with a row for each trajectory, or is not finite on
+            tokens of the loss, for example because the function read rewards, which are NaN until they are known.
     """
     assert call.run is not None
     try:
@@ -300,11 +299,11 @@ def _function_outputs(
                 f"Model call {call.name!r} must return {name!r} as a tensor [B] = {(num,)} or [B, T] = {(num, width)}, "
                 f"with its rows in order, got {shape}."
             )
-        if "rewards" not in call.inputs and value.isnan().any() and experience.rewards.isnan().any():
-            raise ValueError(
-                f"Model call {call.name!r} returned NaN in {name!r} before the rewards were known. If it reads rewards,"
-                " add 'rewards' to its inputs, so that it waits for them."
-            )
+        if not (value if value.dim() == 1 else value[experience["loss_mask"].to(value.device)]).isfinite().all():
+            problem = ", which no loss can use. Values of tokens outside the loss mask have no effect"
+            if "rewards" not in call.inputs and experience.rewards.isnan().any():
+                problem = " before the rewards were known. If it reads rewards, add 'rewards' to its inputs"
+            raise ValueError(f"Model call {call.name!r} returned NaN or infinity in {name!r}{problem}.")
     return {name: value.detach() for name, value in outputs.items()}
 
 

@@ -358,25 +358,24 @@ class LoRA(Tuning):
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / self.config_file).write_text(config, encoding="utf-8")
 
-    def check_saved(self, base: PreTrainedModel, folder: Path) -> None:
-        from peft import PeftModel
-        from safetensors.torch import load_file
+    def check_saved(self, base: PreTrainedModel, tensors: Mapping[str, Tensor], config: str, name: str) -> None:
+        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
+        saved = {self.saved_name(key): torch.empty_like(value, device="meta") for key, value in tensors.items()}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # what is missing is listed below
-                loaded = PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True)
-            named = ((name.replace(f".{_ADAPTER}.", "."), value.shape) for name, value in loaded.named_parameters())
-            saved = load_file(folder / "adapter_model.safetensors")
-            differing = {pair for pair in named if ".lora_" in pair[0]} ^ {
-                (name, value.shape) for name, value in saved.items()
-            }
-            problem = f"{len(differing)} of its adapters differ, for example {min(differing)[0]}" if differing else ""
+                loaded = get_peft_model(base, PeftConfig.from_peft_type(**json.loads(config)), low_cpu_mem_usage=True)
+                unused = set_peft_model_state_dict(loaded, saved, low_cpu_mem_usage=True).unexpected_keys
+            named = ((key.replace(f".{_ADAPTER}.", "."), value.shape) for key, value in loaded.named_parameters())
+            sent = {(key, value.shape) for key, value in saved.items()}
+            differing = {*unused, *(key for key, _ in {pair for pair in named if ".lora_" in pair[0]} ^ sent)}
+            problem = f"{len(differing)} of its adapters differ, for example {min(differing)}" if differing else ""
         except (RuntimeError, ValueError) as error:  # a target or a shape that the model does not have
             problem = str(error).splitlines()[-1].strip()
         if problem:
             raise ValueError(
-                f"peft {version('peft')} would load these adapters as another model: {problem}. Export the whole model "
+                f"peft {version('peft')} would load {name} as another model: {problem}. Export the whole model "
                 "instead, with merged: true or lightrl export --merged."
             )
 

@@ -136,12 +136,16 @@ class ModelDescription:
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
             tuning.save(tensors, config, folder)
-            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # checking any other class would run its code
-                tuning.check_saved(self._without_weights(), folder)
         else:
             model = self.build(tensors)
             save_model(model, folder)
             save_processor(model.config, folder)
+
+    def check_added(self, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+        """Raises ValueError if other tools would read the added weights that `save` writes as another model."""
+        tuning, config = self._tuning(), self.tuning_config
+        if config is not None and all(map(tuning.adds, tensors)) and _OF_TRANSFORMERS.fullmatch(self.model_class):
+            tuning.check_saved(self._without_weights(), tensors, config, name)  # this needs no other code
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """Builds the model with these weights, without copying them; merges the tuning's weights into the base.

@@ -90,8 +90,8 @@ class Tuning:
         """Writes the added parameters to an existing folder."""
         raise NotImplementedError
 
-    def check_saved(self, base: PreTrainedModel, folder: Path) -> None:
-        """Raises ValueError if other tools would load a different model from `folder`; `base` is on the meta device."""
+    def check_saved(self, base: PreTrainedModel, tensors: Mapping[str, Tensor], config: str, name: str) -> None:
+        """Raises ValueError if other tools would read what `save` writes as another model; `base` has no memory."""
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
         """Adds a checkpoint's extra parameters to the base `model`."""

@@ -76,6 +76,15 @@ class PlannedRole:
         return max(1, len(self.ranks) // (self.pp * self.tp * self.cp))
 
 
+@dataclass(frozen=True)
+class PlannedOpponent:
+    """What SelfPlay holds on rank 0: an engine with an older version, and further versions in the host's memory."""
+
+    engine: PlannedEngine
+    fraction: float  # share of the episodes in which it plays
+    num_versions: int
+
+
 def trainer_sizing(run: PlannedRun) -> JsonObject:
     """Returns the trainer settings that give a run its ranks and servers; used if no launch sets them."""
     trainer: JsonObject = {"devices": run.world // run.num_nodes, "num_nodes": run.num_nodes}
@@ -111,6 +120,7 @@ class PlannedRun:
     ep: int = 1  # ranks over which each layer's experts are divided
     offloads: Sequence[Offloadable] = ()  # what is kept in host memory
     engine: PlannedEngine | None = None
+    opponent: PlannedOpponent | None = None
     shares_gpus: bool = False  # the engine's servers are on the ranks' GPUs
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
     inferring: Sequence[str] = ()  # the role of each forward pass between rollout and update
@@ -240,7 +250,7 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
     """Estimates the memory of each range of ranks that have the same roles."""
     costs = {role.name: role_cost(run, role) for role in run.roles}
     cuts = {0, run.world, *(edge for role in run.roles for edge in (role.ranks.start, role.ranks.stop))}
-    cuts |= {1} if run.engine is not None and run.engine.place == "rank 0" else set()
+    cuts |= {1} if run.opponent is not None or (run.engine is not None and run.engine.place == "rank 0") else set()
     return [_memory(run, range(*ends), costs) for ends in itertools.pairwise(sorted(cuts))]
 
 
@@ -267,6 +277,12 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "KV cache": key_values}
+    if ranks.start == 0 and run.opponent is not None:
+        rows = math.ceil(run.opponent.fraction * rows_of(run, run.opponent.engine))
+        weights, key_values = engine_memory(run, run.opponent.engine, rows)
+        device |= {"opponent's weights": weights, "opponent's KV cache": key_values}
+        policy = run.roles[0]
+        host["older versions, only on rank 0"] = float(run.opponent.num_versions * policy.width * policy.parameters)
     tokens = run.trajectories * run.longest
     if run.batches_per_update is None:
         host["experience"] = experience_bytes(run.num_scores) * tokens / min((role.dp for role in here), default=1)
@@ -309,7 +325,8 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
 
     def fits(changed: PlannedRun) -> bool:
         first, *others = rank_memories(changed)
-        cached = max(0.0, first.device.get("KV cache", 0.0) - usable / 4)
+        key_values = sum(first.device.get(name, 0.0) for name in ("KV cache", "opponent's KV cache"))
+        cached = max(0.0, key_values - usable / 4)
         return max(first.total - cached, *(memory.total for memory in others), 0.0) <= usable
 
     if not fits(run) and may_checkpoint:

@@ -19,13 +19,15 @@ from transformers import PretrainedConfig
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
+from lightrl.callbacks.self_play import SelfPlay
 from lightrl.data import PairBatch, TrajectoryDataModule
 from lightrl.engines import LocalEngine, RolloutEngine
+from lightrl.engines.engine import PlannedEngine
 from lightrl.functional import can_compile
 from lightrl.models import Role
 from lightrl.module import RLModule
 from lightrl.plan import memory
-from lightrl.plan.memory import NODE_RANKS, PlannedRole, PlannedRun, UnknownMemory, num_devices
+from lightrl.plan.memory import NODE_RANKS, PlannedOpponent, PlannedRole, PlannedRun, UnknownMemory, num_devices
 from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
@@ -148,10 +150,13 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     is_recorded = isinstance(data, TrajectoryDataModule)
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
+    opponents = [item for item in trainer.callbacks if isinstance(item, SelfPlay)]
     calls = module.data_flow(from_file=is_recorded).calls
     tasks = getattr(data, "tasks", None)
     sizes: Mapping[str, int] = getattr(tasks, "group_sizes", {})
     has_workflow = any(item.workflow is not None for item in (module, *(tasks or {}).values()))
+    device, parameters = trainer.strategy.root_device, settings["roles"][0].parameters
+    planned_engine = None if is_recorded else engine.planned(device, parameters)
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -167,8 +172,18 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
         inferring=[call.role for call in calls if call.kind == "infer" and call.role and call.url is None],
-        engine=None if is_recorded else engine.planned(trainer.strategy.root_device, settings["roles"][0].parameters),
+        engine=planned_engine,
+        opponent=_opponent(opponents[0], planned_engine, device, parameters) if opponents else None,
     )
+
+
+def _opponent(
+    callback: SelfPlay, engine: PlannedEngine | None, device: torch.device, parameters: int
+) -> PlannedOpponent:
+    """Returns SelfPlay's opponent, a LocalEngine on the trainer's device with the dtype of the policy's engine."""
+    planned_engine = LocalEngine().planned(device, parameters)
+    planned_engine = replace(planned_engine, width=planned_engine.width if engine is None else engine.width)
+    return PlannedOpponent(planned_engine, callback.fraction, callback.pool_size)
 
 
 def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:

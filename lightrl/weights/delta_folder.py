@@ -161,8 +161,7 @@ class DeltaFolder:
         undo = self.undo
         if not digest or undo.digest != digest:
             raise NotTheBase("This version cannot be restored, because the last delta here did not start from it.")
-        parts = sorted((self.root / "undo").glob("part-*"))
-        self._apply_parts(parts, undo, backward=True)
+        self._apply_parts(sorted((self.root / "undo").glob("part-*")), undo, backward=True)
         self._remove("undo")
         return self.path
 

@@ -111,10 +111,11 @@ def test_cispo_weighs_the_policy_gradient_by_the_clipped_ratio() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["GRPO", "CISPO", "TOPR", "OAPL", "IcePop"])
+@pytest.mark.parametrize("algorithm", ["GRPO", "dual clip", "CISPO", "SAPO", "TOPR", "OAPL", "IcePop"])
 @pytest.mark.parametrize("microbatch_tokens", [10**6, 20])
 def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(algorithm, microbatch_tokens):
-    module, minibatch = make_module(algorithm), random_experience()
+    settings = {"dual_clip": 1.1} if algorithm == "dual clip" else {}
+    module, minibatch = make_module("GRPO" if settings else algorithm, **settings), random_experience()
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     weights = []
     for row, column in minibatch.loss_mask.nonzero().tolist():
@@ -123,8 +124,11 @@ def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(algor
         advantage, ratio = float(minibatch.advantages[row, column]), math.exp(policy - center)
         is_clipped = ratio > 1.2 if advantage > 0 else ratio < 0.8
         importance = math.exp(center - behavior)
+        gate = 1 / (1 + math.exp(-(1.0 if advantage > 0 else 1.05) * (ratio - 1)))
         weight_of = {
             "GRPO": 0.0 if is_clipped else ratio,
+            "dual clip": 0.0 if is_clipped or (advantage < 0 and ratio > 1.1) else ratio,
+            "SAPO": ratio * 4 * gate * (1 - gate),
             "CISPO": min(ratio, 5.0),
             "TOPR": 1.0 if advantage > 0 else min(ratio, 1.0),
             "OAPL": 1.0,
@@ -134,7 +138,7 @@ def test_the_effective_sample_size_is_of_the_weights_that_the_loss_applies(algor
     learning = [weight for weight in weights if weight]
     expected = sum(learning) ** 2 / (len(learning) * sum(weight**2 for weight in learning))
     assert 0 < expected < 0.99 or algorithm == "OAPL"
-    assert algorithm in ("TOPR", "CISPO", "OAPL") or len(learning) < len(weights)
+    assert algorithm in ("TOPR", "CISPO", "SAPO", "OAPL") or len(learning) < len(weights)
     _, metrics = minibatch_gradient(module, minibatch, microbatch_tokens=microbatch_tokens)
     assert metrics["ess_fraction"] == pytest.approx(expected, rel=1e-4)
 

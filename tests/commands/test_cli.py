@@ -164,6 +164,23 @@ def test_predict_writes_trajectories_with_rewards(settings, config):
     assert lightrl.Trajectory.from_json(json.loads(lines[0])).reward in (0.0, 1.0)
 
 
+def test_a_strategy_of_null_is_the_default(settings, config):
+    name = config(settings | {"trainer": settings["trainer"] | {"strategy": "FSDP2Strategy"}})
+    assert main(["validate", "--config", name, "--trainer.strategy", "null"]) == 0
+    saved = yaml.safe_load(Path("lightning_logs/version_0/config.yaml").read_text())
+    assert saved["trainer"]["strategy"] is None
+
+
+def test_predict_without_a_logger_keeps_the_predictions_of_earlier_runs(settings, config, capsys):
+    settings["trainer"]["logger"] = False
+    places = [Path("predictions.jsonl"), Path("predictions-2.jsonl")]
+    places[0].write_text("an earlier run's")
+    assert main(["predict", "--config", config(settings)]) == 0
+    assert places[0].read_text() == "an earlier run's"
+    assert len(places[1].read_text().splitlines()) == 8
+    assert f"Predictions: {places[1].absolute()}" in capsys.readouterr().out
+
+
 def test_without_a_logger_no_config_is_written_over_the_users(settings, config):
     settings["trainer"]["logger"] = False
     settings["trainer"]["enable_checkpointing"] = False

@@ -25,9 +25,10 @@ def launched(settings, tmp_path):
     return settings
 
 
-def test_a_dry_run_shows_the_plan_and_makes_nothing(launched, config, capsys):
+@pytest.mark.parametrize("words", [[], ["--trainer.strategy", "null"]], ids=["no strategy", "null"])
+def test_a_dry_run_shows_the_plan_and_makes_nothing(words, launched, config, capsys):
     launched["launch"] |= {"allocation": "sglang.d1t2+d2", "ranks": None, "servers": None}
-    assert launch(["--config", config(launched), "--dry-run"]) == 0
+    assert launch(["--config", config(launched), "--dry-run", *words]) == 0
     printed = capsys.readouterr().out
     assert "127.0.0.1 | rank 0 | rank 1 | server 0 | server 0" in printed
     assert "class_path: FSDP2Strategy" in printed

@@ -79,6 +79,23 @@ def test_more_top_tokens_than_a_server_gives_are_refused(server: FakeServerProce
         ServedScores(server.url, topk=100)(random_experience(), [])
 
 
+@pytest.mark.parametrize("head", ["vocabulary", "scalar"])
+def test_what_no_loss_can_use_is_refused(head: Any, tmp_path: Path) -> None:
+    model = tiny_spec(seed=1, head=head).load_model()
+    torch.nn.init.constant_(model.base_model.norm.weight, 3e38)  # finite, but its products are not
+    save_model(model, tmp_path)
+    ask: Any = ServedScores if head == "vocabulary" else ServedRewards
+    flags = {"is_embedding": True} if head == "scalar" else {}
+    message = "a logprob of nan, which no loss can use" if head == "vocabulary" else r"the reward (nan|inf|-inf)\."
+    with FakeServerProcess(str(tmp_path), **flags) as broken, pytest.raises(EngineError, match=f"returned {message}"):
+        ask(broken.url)(random_experience(), [])
+
+
+def test_top_tokens_outside_the_policys_vocabulary_are_refused(server: FakeServerProcess) -> None:
+    with pytest.raises(EngineError, match=r"returned a token id of .* has the policy's vocabulary"):
+        ServedScores(server.url, topk=5, vocab_size=3)(random_experience(), [])
+
+
 @pytest.fixture(scope="module")
 def reward_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("reward")

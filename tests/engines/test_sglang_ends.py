@@ -88,6 +88,12 @@ def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, en
     assert requests["/generate"] == requests["/abort_request"] + 1 > 1
 
 
+def test_a_constrained_completion_longer_than_its_deadline_is_refused(start: Start, engine_on: EngineOn) -> None:
+    engine = engine_on(start(seconds_per_token=1.0), timeouts=Deadlines(generate_s=2.0))
+    with pytest.raises(ValueError, match=r"took over 2 s \(generate_s\) and cannot be continued"):
+        asyncio.run(engine.generate([1], Sampling(max_new_tokens=600, grammar="{}"), session="s"))
+
+
 def test_the_only_server_returns_when_it_answers_again(start: Start, engine_on: EngineOn) -> None:
     server = start()
     engine = engine_on(server, timeouts=Deadlines(hang_s=0.3))

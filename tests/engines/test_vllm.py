@@ -270,19 +270,20 @@ def truncated_reply(num_possible: int, num_requested: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("num_possible", "vocab_size", "is_complete"), [(2, 61, True), (9, 61, True), (10, 61, False), (10, 10, True)]
+    ("num_possible", "vocab_size", "requests"),
+    [(2, 61, [10]), (9, 61, [10]), (10, 61, [10, 61]), (10, 10, [10]), (600, 9000, [10, 66, 514, 4008])],
 )
-def test_a_support_that_may_lack_tied_tokens_is_refused(num_possible, vocab_size, is_complete):
+def test_a_support_that_may_lack_tied_tokens_is_asked_for_again_with_more(num_possible, vocab_size, requests):
     draft = CompletionDraft([1], Sampling(max_new_tokens=1, top_k=2), vocab_size=vocab_size)
-    num_requested = request_of(draft, "r", "run-3")["sampling_params"]["logprobs"]
-    assert num_requested == 10
-    answer = read_answer(truncated_reply(num_possible, num_requested))
-    if is_complete:
-        draft.add(answer, "http://there")
-        assert draft.finish_reason == "length"
-    else:
-        with pytest.raises(MalformedAnswer, match=r"only the 10 most likely tokens.* as likely as token 2"):
-            draft.add(answer, "http://there")
+    for attempt, expected in enumerate(requests, start=1):
+        num_requested = request_of(draft, "r", "run-3")["sampling_params"]["logprobs"]
+        assert num_requested == expected
+        answer = read_answer(truncated_reply(num_possible, num_requested))
+        if attempt < len(requests):
+            with pytest.raises(MalformedAnswer, match=rf"only the {expected} most likely.* as likely as token 2"):
+                draft.add(answer, "http://there")
+    draft.add(answer, "http://there")
+    assert draft.finish_reason == "length"
 
 
 def test_digests_are_sorted_by_rank_and_packed_parameters_have_none():

@@ -86,8 +86,6 @@ class ScriptedModel:
     async def write(self, run: Run) -> Literal["stop", "length", "abort"]:
         """Appends to the run's lists until it ends or is aborted; stands still while paused."""
         params = run.params
-        if run.supports is not None:
-            raise Refused("A fake server with a script has no sampling masks. Start it with --model-path.")
         seed = 42 if params.get("sampling_seed") is None else int(params["sampling_seed"])
         longest = int(params["max_new_tokens"])
         stops = frozenset() if params["ignore_eos"] else frozenset(params["stop_token_ids"] or ()) | self.eos_token_ids
@@ -106,8 +104,10 @@ class ScriptedModel:
                 while token in stops:
                     token = (token + 1) % self.vocab_size
             run.token_ids.append(token)
-            run.logprobs.append(logprob)
+            run.logprobs.append(logprob if run.supports is None else 0.0)
             run.versions.append(self.version)
+            if run.supports is not None:
+                run.supports.append([token])  # the script allows no other token
             if token in stops:
                 return "stop"
         return "length"

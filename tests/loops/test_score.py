@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -237,14 +238,23 @@ def test_a_call_of_the_users_own_may_come_after_any_other() -> None:
         (torch.zeros(4), r"'style' must return 'style_rewards' as a tensor \[B\] = \(9,\) .* got \(4,\)"),
         ([0.0] * 9, "'style' must return 'style_rewards' as a tensor .* got list"),
         ({"other": torch.zeros(9)}, r"'style' must return .* outputs \['style_rewards'\], got \['other'\]"),
+        (torch.full((9,), math.inf), "'style' returned NaN or infinity in 'style_rewards', which no loss can use"),
+        (torch.where(random_experience().loss_mask, math.nan, 0.0), "'style' returned NaN or infinity"),
     ],
-    ids=["too few", "a list", "another key"],
+    ids=["too few", "a list", "another key", "infinite", "NaN for tokens"],
 )
 def test_what_a_call_of_the_users_own_returns_is_checked(returned: Any, message: str) -> None:
     module = two_rewards()
     module.style = lambda *_: returned  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=message):
         score(module, random_experience(is_scored=False))
+
+
+def test_numbers_of_tokens_outside_the_loss_mask_may_be_anything() -> None:
+    module, experience = two_rewards(), random_experience(is_scored=False)
+    module.style = lambda *_: torch.where(experience.loss_mask, 1.0, math.nan)  # type: ignore[method-assign]
+    module.advantages = lambda shown: shown.rewards  # type: ignore[method-assign]
+    assert bool(score(module, experience)["style_rewards"][experience.loss_mask].eq(1).all())
 
 
 def test_what_a_call_of_the_users_own_raises_names_the_call() -> None:

@@ -185,7 +185,9 @@ DENSE_FIRST = {"qwen3_moe": {"mlp_only_layers": [0]}}  # DeepSeek-V3 and GLM-4 b
 def export(model, spec, folder):
     folder.mkdir()
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    ModelDescription.of(model, Role(spec, lora=tuning_of(model))).save(trained, folder)
+    description = ModelDescription.of(model, Role(spec, lora=tuning_of(model)))
+    description.save(trained, folder)
+    description.check_added(trained, "these")
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
@@ -207,14 +209,16 @@ def test_peft_and_lightrl_read_exported_adapters_as_the_model_that_was_trained(f
     torch.testing.assert_close(logits(base), logits(model))
 
 
-def test_an_export_that_peft_would_read_as_another_model_is_refused(tmp_path):
+def test_adapters_that_peft_would_read_as_another_model_are_refused():
     spec = family_spec("deepseek_v3")
     model = adapted(spec.load_model())
     config = model.peft_config["default"]
     config.target_modules |= {name.removesuffix(".weight") for name in config.target_parameters}
     config.target_parameters = None
-    with pytest.raises(ValueError, match=r"another model: \d+ of its adapters differ.*lightrl export --merged"):
-        export(model, spec, tmp_path / "model")
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    description = ModelDescription.of(model, Role(spec, lora=tuning_of(model)))
+    with pytest.raises(ValueError, match=r"read these as another model: \d+ of its .* differ.*lightrl export --merged"):
+        description.check_added(trained, "these")
 
 
 def test_adapters_of_another_model_are_refused(tmp_path):

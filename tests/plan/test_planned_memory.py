@@ -14,6 +14,8 @@ from benchmarks.families import family_spec
 from lightrl import DPO, GRPO, PPO, SFT, RewardModel, Trainer
 from lightrl.algorithms import AdaptiveKL, ReferenceKL
 from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.callbacks.self_play import SelfPlay
+from lightrl.engines import LocalEngine
 from lightrl.engines.engine import PlannedEngine
 from lightrl.models import LoRA, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
@@ -338,6 +340,22 @@ def test_too_many_key_values_lower_the_engines_batch() -> None:
     number = int(misfits_of(planned, available_bytes)[0].fix.removeprefix("set trainer.engine's max_batch to at most "))
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number)))[0].total <= available_bytes
     assert rank_memories(replace(planned, engine=replace(engine, max_rows=number + 1)))[0].total > available_bytes
+
+
+def test_the_opponent_of_self_play_is_counted_with_the_pool_on_rank_0() -> None:
+    module = GRPO(tiny_spec(config=CONFIG), reward=len, group_size=4)
+
+    def planned_with(*callbacks: Any) -> PlannedRun:
+        engine = LocalEngine(dtype="bfloat16")
+        return plan_of(module, devices=2, strategy=FSDP2Strategy(), engine=engine, callbacks=[*callbacks])
+
+    alone, planned = rank_memories(planned_with()), planned_with(SelfPlay(fraction=0.5, pool_size=3))
+    first, other = rank_memories(planned)
+    assert alone[0].device.items() <= first.device.items()
+    assert first.device["opponent's weights"] == first.device["engine weights"] == 2 * planned.roles[0].parameters
+    assert first.device["opponent's KV cache"] == first.device["KV cache"] / 2
+    assert first.host["older versions, only on rank 0"] == 3 * 4 * planned.roles[0].parameters
+    assert (other.device, other.host) == (alone[1].device, alone[1].host)
 
 
 def test_a_server_runs_as_many_trajectories_as_its_memory_holds() -> None:

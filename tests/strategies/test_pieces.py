@@ -1,5 +1,6 @@
 """Microbatches larger than their limit: cut into pieces of rows, they have the loss and the gradient of the whole."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -148,14 +149,17 @@ def test_outputs_of_pieces_are_those_of_whole_trajectories(form: Form | None, mo
 
 
 def test_a_tree_that_fits_once_its_prefixes_are_shared_is_not_cut() -> None:
-    module, minibatch = make_module(), with_branches(experience_for("GRPO", prompt_tokens=(20, 20)), 6).select([0])
-    unique, tokens = int(minibatch.lengths.sum()), int(minibatch.forward_tokens.sum())
-    assert unique < 0.6 * tokens
-    found = {
-        form: trained(module, minibatch, max_tokens=unique, form=form)[1][0].num_without_gradient
-        for form in ("packed", "rectangles")
-    }
-    assert found["packed"] == 0 < found["rectangles"]
+    one = experience_for("GRPO", prompt_tokens=(40, 40)).select([0])
+    module, minibatch, length = make_module(), with_branches(one, 6), int(one.lengths[0])
+    shared = length // 2
+    held = shared + 6 * (length - 1 - shared) + 6 * shared / 8  # the last tokens predict nothing
+    assert held < 0.8 * int(minibatch.forward_tokens.sum())
+
+    def num_pieces(form: Form, max_tokens: int) -> int:
+        return trained(module, minibatch, max_tokens=max_tokens, form=form)[1][0].num_without_gradient
+
+    assert num_pieces("packed", math.ceil(held)) == 0 < num_pieces("packed", math.ceil(held) - 1)
+    assert num_pieces("rectangles", math.ceil(held)) > 0
 
 
 def test_a_microbatch_without_loss_tokens_in_a_piece_still_trains() -> None:

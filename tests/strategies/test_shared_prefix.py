@@ -1,5 +1,6 @@
 """Which rows share what, by hand, and that a tree has the hidden states and the gradient of its rows."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -86,12 +87,27 @@ def test_trees_contain_each_row_and_each_prefix_once(
     parts = prefixes.chunks(max_tokens)
     assert [row for part in parts for row in part.order] == prefixes.order
     assert all(part.tree().num_tokens <= max_tokens or len(part.order) == 1 for part in parts)
+    assert all(sum(segment.parent < 0 for segment in part.tree().segments) == 1 for part in parts)
     layout = packed(prefixes.tree(min_tokens), made.token_ids.shape)
     assert len(layout.rows) >= len(prefixes_by_hand)
     for row, (_, ids) in enumerate(rows):
         indices = layout.flat_indices[row]
         assert made.token_ids[layout.rows, layout.columns][indices[: len(ids) - 1]].tolist() == ids[:-1]
         assert (indices[len(ids) - 1 :] == -1).all()
+
+
+@pytest.mark.parametrize(("num_shared", "num_own"), [(80, 20), (10, 40), (300, 16)])
+def test_a_packed_row_counts_the_keys_that_it_repeats(num_shared: int, num_own: int) -> None:
+    """A prefix of fewer than 16 tokens is computed for each row; a longer one's keys are kept for each row."""
+    rows = [(0, [*[1] * num_shared, *[row + 2] * num_own, 0], [num_shared]) for row in range(9)]
+    prefixes = Prefixes.of(experience(*rows))
+    each = num_own + (num_shared if num_shared < 16 else num_shared / 8)
+    for num_rows in (2, 4, 9):
+        held = num_rows * each + (num_shared if num_shared >= 16 else 0)
+        parts = list(prefixes.packed_chunks(math.ceil(held)))
+        assert [len(part.order) for part in parts][:-1] == [num_rows] * ((9 - 1) // num_rows)
+        assert [row for part in parts for row in part.order] == prefixes.order
+    assert [len(part.order) for part in prefixes.packed_chunks(1)] == [1] * 9
 
 
 def conversations(*, num_rows: int = 4, num_groups: int = 3) -> Experience:

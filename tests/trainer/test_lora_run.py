@@ -1,7 +1,8 @@
 """Runs that train adapters: what is saved, exported, synced and compared with is what the setting promises."""
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import peft
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, train, weights
 from transformers import AutoModelForCausalLM
 
-from lightrl import HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL, Role
+from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, LoRA, ModelSpec, ReferenceKL, RLCallback, Role
 from lightrl.commands.export import export_checkpoint
 from lightrl.models.tuning import whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -42,6 +43,46 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([[2, 3, 4]])).logits
     return found
+
+
+class Misnamed(LoRA):
+    """Describes its adapters as if only one layer had some."""
+
+    is_wrong: ClassVar[bool] = True
+
+    def saved_config(self, model: Any, base: str | None) -> str:
+        config = super().saved_config(model, base)
+        return json.dumps(json.loads(config) | {"target_modules": ["q_proj"]}) if self.is_wrong else config
+
+
+def misnamed_run(folder: Path, *callbacks: Any, **flags: Any) -> TinyGRPO:
+    module = TinyGRPO(Role(POLICY, lora=Misnamed(rank=2)))
+    train(folder, module, callbacks=[*callbacks, HuggingFaceExport(str(folder / "model"))], **flags)
+    return module
+
+
+@pytest.mark.parametrize("strategy", [None, FSDP2Strategy], ids=["whole", "sharded"])
+def test_adapters_that_peft_would_misread_are_refused_before_the_first_rollout(strategy: Any, tmp_path: Path) -> None:
+    flags = {} if strategy is None else {"strategy": strategy()}
+    with pytest.raises(ValueError, match=r"would load the adapters that this run exports as another model: .* differ"):
+        misnamed_run(tmp_path, NoRollout(), **flags)
+    assert not (tmp_path / "model").exists()
+
+
+class NoRollout(RLCallback):
+    def on_rollout_start(self, *args: Any) -> None:
+        raise AssertionError("a rollout started")
+
+
+def test_adapters_found_wrong_at_the_end_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(RLCallback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            monkeypatch.setattr(Misnamed, "is_wrong", True)
+
+    monkeypatch.setattr(Misnamed, "is_wrong", False)
+    with pytest.raises(ValueError, match=rf"would load the adapters in {tmp_path}/model as another model: .* differ"):
+        misnamed_run(tmp_path, Breaks())
+    assert (tmp_path / "model" / "adapter_model.safetensors").stat().st_size > 0
 
 
 def test_the_base_does_not_move_and_the_policy_does(finished: Any) -> None:

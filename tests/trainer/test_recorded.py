@@ -1,5 +1,7 @@
 """Training without rollouts: iterations that were written down are repeated bit for bit, or trained on again."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from tiny_run import POLICY, Digits, TinyGRPO, are_equal, make_trainer, our_thre
 
 from lightrl import PPO, AdaptiveKL, Sampling, TrajectoryDataModule, TrajectoryLog
 from lightrl.callbacks import StalenessControl
-from lightrl.trajectory import Trajectory
+from lightrl.trajectory import Prompt, Trajectory, encode_json
 
 
 class NoReward(TinyGRPO):
@@ -109,6 +111,16 @@ def test_no_engine_no_worker_and_no_thread_is_started(tmp_path: Path) -> None:
     assert seen == [[]] * 6
     assert trainer.engine is None
     assert trainer.open_rollout is None
+
+
+@pytest.mark.parametrize("name", ["reward", "rewards", "behavior_logprobs"])
+def test_a_line_with_nan_is_refused_before_anything_is_trained(name: str, tmp_path: Path) -> None:
+    mask, versions = [False, True], [-1, 0]
+    good = Trajectory(Prompt("p", token_ids=[1]), 0, 0, [1, 2], mask, [0.0] * 2, versions, [2], "", reward=0.0)
+    bad = json.loads(encode_json(good)) | {name: math.nan if name == "reward" else [0.0, math.nan]}
+    (tmp_path / "recorded.jsonl").write_text(f"{json.dumps(bad)}\n")
+    with pytest.raises(ValueError, match=f"Line 1 of .* has NaN or infinity in '{name}'"):
+        TrajectoryDataModule(str(tmp_path)).setup("fit")
 
 
 def test_groups_can_be_cut_into_other_iterations(tmp_path: Path) -> None:

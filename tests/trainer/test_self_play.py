@@ -94,6 +94,17 @@ def test_an_update_follows_each_agents_own_advantage_at_its_own_tokens_alone(tmp
     assert largest > 0.01
 
 
+class Rounding(FakeEngine):
+    def dtypes(self) -> set[str]:
+        return {"bfloat16", "float8_e4m3fn"}
+
+
+def test_the_opponent_rounds_as_the_policys_engine_does(tmp_path: Path) -> None:
+    watched = Watched()
+    train(tmp_path, duel(), Digits(), callbacks=[watched], engine=Rounding(), max_steps=1)
+    assert {value.dtype for value in watched.played[0][1].values()} == {torch.bfloat16}
+
+
 def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path: Path) -> None:
     alone = agents_result(tmp_path)
     for rank in several_ranks:

@@ -26,10 +26,15 @@ from lightrl import (
 )
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
+from lightrl.rewards import RewardPart
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.group_scheduler import GroupScheduler
 from lightrl.trajectory import Group
 from lightrl.workflows import MultiAgent
+
+
+def won(trajectory: Trajectory) -> float:
+    return trajectory.metrics["reward_left"]
 
 
 class Seen(RLCallback):
@@ -189,6 +194,18 @@ def test_failures_are_compared_with_the_trajectories_of_the_groups_in_flight() -
             {"reward_model": POLICY},
             "A reward model scores a trajectory, not an agent",
             id="agents",
+        ),
+        pytest.param(
+            {"workflow": partial(MultiAgent, environment=Contest), "reward": "lightrl.rewards.math_answer"},
+            {},
+            "MultiAgent needs rewards per agent, but reward='lightrl.rewards.math_answer' returns one number",
+            id="one number",
+        ),
+        pytest.param(
+            {"reward": [RewardPart("lightrl.rewards.environment_reward"), RewardPart("lightrl.rewards.LLMJudge")]},
+            {"workflow": partial(MultiAgent, environment=Contest), "reward": won},
+            "MultiAgent needs rewards per agent, but reward='won' returns one number",
+            id="one number of the module",
         ),
         pytest.param({"group_size": 1}, {}, "group_size of source 'a' must be at least 2", id="group of one"),
         pytest.param({"max_new_tokens": 7}, {}, "max_new_tokens of source 'a' must be from .* to .*=6", id="limit"),

@@ -317,8 +317,7 @@ class RunningBatch:
         )
         self._decoder.append(sequences, sequence_indices, attachments)
         self._add_recorded(rows, sequence_indices)
-        lengths = [len(part.token_ids) for part in starts]
-        self._fill_rows(rows, lengths)
+        self._fill_rows(rows, [len(part.token_ids) for part in starts])
         self._current[first : self.size] = on_device([part.token_ids[-1] for part in starts], self.device)
         for slot, (row, part) in enumerate(zip(rows, starts, strict=True), start=first):
             length = len(part.token_ids)

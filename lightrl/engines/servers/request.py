@@ -86,6 +86,7 @@ class CompletionDraft:
     attachments: Attachments | None = None
     named_version: NamedVersion | None = None  # the latest request's version; None means the server's only weights
     vocab_size: int = 2**31
+    num_ties: int = 8  # likely tokens that vLLM returns beyond `max_support`: they may tie with its last one
 
     def start_with(self, started: Completion) -> None:
         """Starts with the tokens of an unfinished completion."""
@@ -151,7 +152,7 @@ class CompletionDraft:
             if num_top and answer.top is not None and len(answer.top) == len(token_ids):
                 try:
                     top: dict[str, Any] = topk_columns(answer.top, num_top)
-                    _check_numbers(top[TOPK_IDS.name], top[TOPK_LOGPROBS.name], self.vocab_size)
+                    check_numbers(top[TOPK_IDS.name], top[TOPK_LOGPROBS.name], self.vocab_size)
                 except (OverflowError, TypeError, ValueError) as error:
                     raise MalformedAnswer(f"{server} returned likely tokens with {error}.") from error
                 columns |= top
@@ -166,6 +167,7 @@ class CompletionDraft:
                         f"{(column_help or {}).get(name, '')}"
                     )
             if self.sampling.is_truncated and (answer.full_support or self.vocab_size) < self.vocab_size:
+                self.num_ties *= 8  # for the next attempt
                 raise MalformedAnswer(
                     f"{server} returns only the {answer.full_support} most likely tokens, but may have sampled from "
                     f"more, because others are as likely as token {self.sampling.max_support}. Use a different top_k "
@@ -237,7 +239,7 @@ def request_seed(seed: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float], num_ids: float = math.inf) -> None:
+def check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float], num_ids: float = math.inf) -> None:
     """Raises ValueError for impossible values, because training might not notice them."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
@@ -290,7 +292,7 @@ def _checked(raw: RawAnswer) -> Answer:
     """Checks and converts an answer; if something is wrong, `problem` describes it."""
     token_ids: TokenArray[int] = TokenArray(raw.token_ids, "i")
     logprobs: TokenArray[float] = TokenArray(raw.logprobs, "f")
-    _check_numbers(token_ids, logprobs)
+    check_numbers(token_ids, logprobs)
     columns = {} if raw.supports is None else {SUPPORTS.name: _support_codes(raw.supports, raw.token_ids)}
     versions = _token_versions(raw.spans, len(token_ids)) if token_ids else NO_IDS
     are_complete = raw.token_ids == raw.logprob_ids and len(versions) == len(logprobs) == len(token_ids)

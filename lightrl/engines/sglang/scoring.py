@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightrl.checks.bounds import finite_number
 from lightrl.dataflow import ModelCall
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
+from lightrl.engines.servers.request import check_numbers
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineError
 
@@ -31,15 +33,14 @@ Item = TypeVar("Item")
 Answer = TypeVar("Answer")
 
 
-def with_server(call: ModelCall, *, is_scalar: bool) -> ModelCall:
-    """Returns a copy of the call, with a `run` that uses the server at `call.url`.
-
-    Args:
-        is_scalar: whether the server's model has a scalar head.
-    """
+def with_server(call: ModelCall, module: Any) -> ModelCall:
+    """Returns a copy of an RLModule's call, with a `run` that uses the server at its `url`."""
     assert call.url is not None
-    run = ServedRewards(call.url, call.timeout_s) if is_scalar else ServedScores(call.url, call.timeout_s, call.topk)
-    return replace(call, run=run)
+    assert call.role is not None
+    if module.models()[call.role].spec.head == "scalar":
+        return replace(call, run=ServedRewards(call.url, call.timeout_s))
+    vocab_size = module.policy_config.get_text_config().vocab_size
+    return replace(call, run=ServedScores(call.url, call.timeout_s, call.topk, vocab_size))
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class ServedScores:
     url: str
     timeout_s: float = 1800.0  # deadline for one trajectory
     topk: int = 0  # K; with 0, gets only the logprobs of the trajectories' tokens
+    vocab_size: int = 2**31  # the policy's
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
         """Returns the logprobs [B, T] at temperature 1 of tokens in the loss mask, and 0 for other tokens.
@@ -105,7 +107,16 @@ class ServedScores:
                         "server's vocabulary, or use SGLang 0.5.21 or later."
                     )
                 pairs = [[(float(entry[0]), int(entry[1])) for entry in entries] for entries in top]
-                return [0.0, *(float(entry[0]) for entry in scores[1:])], pairs
+                logprobs = [0.0, *(float(entry[0]) for entry in scores[1:])]
+            likely = [pair for entries in pairs for pair in entries]
+            try:
+                check_numbers([token for _, token in likely], [*logprobs, *(one for one, _ in likely)], self.vocab_size)
+            except ValueError as error:
+                raise EngineError(
+                    f"The server at {self.url} returned {error}, which no loss can use. Check that its model has the "
+                    "policy's vocabulary, and its dtype: float16 overflows."
+                ) from error
+            return logprobs, pairs
 
         return await _all_answers(self.url, ask, rows, MAX_CONCURRENT)
 
@@ -155,7 +166,14 @@ class ServedRewards:
                     f"The server at {self.url} returned {max(sizes, default=0)} numbers instead of 1 for {len(sizes)} "
                     f"of {len(batch)} trajectories. Start it with an exported RewardModel, whose config has one label."
                 )
-            return [float(numbers[0]) for numbers in answer]
+            rewards = [finite_number(numbers[0]) for numbers in answer]
+            for reward, numbers in zip(rewards, answer, strict=True):
+                if reward is None:
+                    raise EngineError(
+                        f"The server at {self.url} returned the reward {numbers[0]!r:.80}. It must be a finite number "
+                        "up to 1e15. Check the weights of its head, and its dtype: float16 overflows."
+                    )
+            return [reward for reward in rewards if reward is not None]
 
         return await _all_answers(self.url, ask, batches, MAX_CONCURRENT // BATCH)
 

@@ -13,8 +13,7 @@ from typing import Any
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
-MAX_TIES = 8  # how many tokens beyond `top_k` may be as likely as the last of the top k
-MAX_LOGPROBS = MAX_SUPPORT + MAX_TIES  # per token
+MAX_LOGPROBS = MAX_SUPPORT + CompletionDraft.num_ties  # per token
 PREFIX = "generate-tokens-"  # vLLM prepends it to a request's id
 _IMPOSSIBLE = -9999.0  # the logprob that vLLM sends for -inf
 
@@ -24,7 +23,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
-    num_support = sampling.max_support + MAX_TIES if sampling.is_truncated else 0
+    num_support = min(sampling.max_support + draft.num_ties, MAX_LOGPROBS) if sampling.is_truncated else 0
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

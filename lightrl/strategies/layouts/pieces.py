@@ -49,11 +49,11 @@ class _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
         Args:
-            shares_prefixes: count a shared prefix of a piece's rows once, and keep such rows together.
+            shares_prefixes: keep rows with a shared prefix together, and count the prefix as a packed row holds it.
         """
         rows, join = branch_rows(whole)
         if shares_prefixes:
-            parts = [part.order for part in Prefixes.of(rows).chunks(max_tokens)]
+            parts = [part.order for part in Prefixes.of(rows).packed_chunks(max_tokens)]
         else:
             parts = bins(on_host(rows.lengths).tolist(), max_tokens)
         if len(parts) == 1:

@@ -18,6 +18,7 @@ Shapes: B rows of the microbatch, T tokens of a row, R rows of a forward, N posi
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,7 +40,7 @@ MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated: each s
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768
-_COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much as one more token
+_COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much time and memory as one more token
 
 
 class Segment(NamedTuple):
@@ -119,23 +120,32 @@ class Prefixes(NamedTuple):
             shared.append(int(differ.argmax()) if differ.any() else most_equal)
         return cls(order, shared, [sizes[row] for row in order])
 
-    def chunks(self, max_tokens: int, *, of_one_tree: bool = False) -> list[Prefixes]:
-        """Cuts the order into parts of at most `max_tokens` tokens, or of one longer row; counts shared tokens once.
-
-        Args:
-            of_one_tree: also cut where neighbors share nothing.
-        """
+    def chunks(self, max_tokens: int) -> list[Prefixes]:
+        """Cuts the order into trees of at most `max_tokens` tokens, each counted once, or of one longer row."""
         starts, num_tokens = [0], 0
         for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
             num_tokens += end - shared
-            if index and (num_tokens > max_tokens or (of_one_tree and not shared)):
+            if index and (num_tokens > max_tokens or not shared):
                 starts.append(index)
                 num_tokens = end
-        bounds = zip(starts, [*starts[1:], len(self.order)], strict=True)
-        return [
-            Prefixes(self.order[start:end], [0, *self.shared[start + 1 : end]], self.ends[start:end])
-            for start, end in bounds
-        ]
+        return [self._part(*bounds) for bounds in pairwise([*starts, len(self.order)])]
+
+    def packed_chunks(self, max_tokens: int) -> Iterator[Prefixes]:
+        """Cuts the order into parts whose packed rows need the memory of `max_tokens` tokens, or of one longer row."""
+        rest = self
+        while num := len(rest.order):
+            num = 1 + bisect.bisect_right(range(2, num + 1), float(max_tokens), key=rest._held_tokens)
+            yield rest._part(0, num)
+            rest = rest._part(num, None)
+
+    def _held_tokens(self, num_rows: int) -> float:
+        """The memory of the first rows in tokens; attention keeps a copy of the keys before each segment."""
+        tree = self._part(0, num_rows).tree(MIN_SEGMENT_TOKENS)
+        num_copied = sum(segment.start for segment in tree.segments if segment.parent >= 0)
+        return tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
+
+    def _part(self, start: int, end: int | None) -> Prefixes:
+        return Prefixes(self.order[start:end], [0, *self.shared[start:end][1:]], self.ends[start:end])
 
     def tree(self, min_tokens: int = 1) -> PrefixTree:
         """Returns the rows' tree. A shared segment of fewer than `min_tokens` tokens is repeated for each branch."""
@@ -161,9 +171,8 @@ class Prefixes(NamedTuple):
 def each_alone(experience: Experience) -> PrefixTree:
     """Returns the tree of rows that share nothing."""
     ends = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
-    return PrefixTree(
-        [Segment(row, 0, end, -1) for row, end in enumerate(ends)], {row: row for row in range(len(ends))}
-    )
+    segments = [Segment(row, 0, end, -1) for row, end in enumerate(ends)]
+    return PrefixTree(segments, {row: row for row in range(len(ends))})
 
 
 Plan = list[list[PrefixTree]]  # the rows of each forward; none if each row is separate
@@ -171,17 +180,15 @@ Plan = list[list[PrefixTree]]  # the rows of each forward; none if each row is s
 
 def shared_rows(prefixes: Prefixes) -> Plan:
     """Plans rows that each contain one tree, with at most MAX_ROW_TOKENS tokens if possible."""
-    trees = [part.tree() for part in prefixes.chunks(MAX_ROW_TOKENS, of_one_tree=True)]
-    return [[trees[index] for index in part] for part in _in_rectangles([tree.num_tokens for tree in trees])]
-
-
-def _in_rectangles(sizes: Sequence[int]) -> list[list[int]]:
-    return rectangles(sizes, CALL_OVERHEAD_TOKENS)
+    trees = [part.tree() for part in prefixes.chunks(MAX_ROW_TOKENS)]
+    sizes = [tree.num_tokens for tree in trees]
+    return [[trees[index] for index in part] for part in rectangles(sizes, CALL_OVERHEAD_TOKENS)]
 
 
 def cost_of_rectangles(sizes: Sequence[int]) -> float:
     """Returns the cost, in tokens, of rows of these sizes that share nothing, including padding."""
-    return sum(CALL_OVERHEAD_TOKENS + len(part) * max(sizes[row] for row in part) for part in _in_rectangles(sizes))
+    parts = rectangles(sizes, CALL_OVERHEAD_TOKENS)
+    return sum(CALL_OVERHEAD_TOKENS + len(part) * max(sizes[row] for row in part) for part in parts)
 
 
 def cost_of_shared_rows(plan: Plan) -> float:
