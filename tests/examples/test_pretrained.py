@@ -1,3 +1,8 @@
+import hashlib
+import io
+import json
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -6,7 +11,12 @@ from test_every_example import fit
 from test_make_model import make_folder
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from examples.pretrained import reviews
+from examples.pretrained.download import download
 from examples.pretrained.tasks import last_number, one_question, questions, sums
+from lightrl.commands.main import main
+
+RATINGS = "".join(f"{n}\t{2.5 if n % 3 else -1.0}\tMovie {n} is {'a joy' if n % 3 else 'dull'}.\r\n" for n in range(30))
 
 
 @pytest.mark.parametrize("rows", [sums, questions])
@@ -48,8 +58,97 @@ def test_a_completion_that_was_cut_off_is_wrong(reward):
     assert reward(trajectory_that("Is it 23?", answer="23"))["reward"] == 1
 
 
+@pytest.mark.parametrize("label", ["positive", "negative"])
+@pytest.mark.parametrize(
+    ("completion", "is_label"),
+    [
+        ("{}", True),
+        ("{}.\n", True),
+        ("It's {}.", True),
+        ("I would say {}: warm", True),
+        ("", False),
+        ("{} {}", False),
+        ("positive or negative", False),
+        ("Movie review: {}\nIs it positive or negative?", False),
+        ("It is not {}.", False),
+        ("It isn't {}.", False),
+        ("I would say it is a {} review", False),
+        ("It is {}, negative", False),
+        ("It is {}\npositive", False),
+        ("{}ly", False),
+    ],
+)
+def test_a_reviews_label_once_in_few_words_is_right(completion: str, is_label: bool, label: str) -> None:
+    for said in ("positive", "negative"):
+        text = completion.format(said, said).capitalize()
+        result = reviews.right_label(trajectory_that(text, answer=label))
+        assert result["format"] == is_label
+        assert result["reward"] == (is_label and said == label)
+        assert reviews.right_label(trajectory_that(text, answer=label, finish_reason="length"))["reward"] == 0
+
+
+def test_ratings_become_rows_without_long_unclear_and_repeated_sentences(tmp_path: Path) -> None:
+    odd = f"30\t0.9\tFine.\r\n31\t-3.0\t{'long ' * 25}\r\n32\t2.5\tMovie 1 is a joy.\r\n33\t1\tÉté.\r\n"
+    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as outer:
+        inner = io.BytesIO()
+        with tarfile.open(fileobj=inner, mode="w:gz") as archive:
+            _add(archive, reviews.RATINGS, (RATINGS + odd).encode())
+        _add(outer, reviews.ARCHIVE, inner.getvalue())
+    reviews.write_rows(reviews.ratings_of(tmp_path / "sdist.tar.gz"), tmp_path, num_held_out=8)
+    train, held_out, shots = (
+        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("train", "test", "two_shots")
+    )
+    assert (len(train), len(held_out)) == (23, 8)
+    labels = {row["question"]: row["answer"] for row in [*train, *held_out]}
+    assert len(labels) == 31
+    assert (labels["Movie 1 is a joy."], labels["Movie 3 is dull."], labels["Été."]) == (
+        "positive",
+        "negative",
+        "positive",
+    )
+    assert [(row["question"][-1]["content"], row["answer"]) for row in shots] == [
+        (row["question"], row["answer"]) for row in held_out
+    ]
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    archive.addfile(member, io.BytesIO(content))
+
+
+def test_an_archive_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "made_up-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("made_up-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-up\nVersion: 1.0\n")
+        archive.writestr(
+            "made_up-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    folders = [tmp_path / "right", tmp_path / "wrong"]
+    for folder in folders:
+        folder.mkdir()
+    assert download(f"made-up==1.0 --hash=sha256:{digest}", folders[0]).read_bytes() == wheel.read_bytes()
+    with pytest.raises(SystemExit, match="could not download made-up"):
+        download(f"made-up==1.0 --hash=sha256:{'0' * 64}", folders[1])
+
+
 @pytest.mark.usefixtures("as_a_command")
-@pytest.mark.parametrize("name", ["sums", "question"])
+def test_no_attack_on_the_reward_for_reviews_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reviews.write_rows(RATINGS, tmp_path, num_held_out=8)
+    capsys.readouterr()
+    command = ["doctor", "reward", "--config", "examples/pretrained/reviews.yaml", "--completions", "attacks"]
+    assert main([*command, f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]) == 0
+    table = capsys.readouterr().out
+    assert "two answers with a hedge" in table
+    assert "0 answers without a reward, 0 attacks with one" in table
+
+
+@pytest.mark.usefixtures("as_a_command")
+@pytest.mark.parametrize("name", ["sums", "question", "reviews"])
 def test_the_examples_start_on_a_model_of_the_family(name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_folder(tmp_path))
     config = LlamaConfig(
@@ -65,4 +164,8 @@ def test_the_examples_start_on_a_model_of_the_family(name: str, tmp_path: Path) 
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
-    fit(tmp_path / "run", ["--config", f"examples/pretrained/{name}.yaml"], f"--model.policy={tmp_path / 'llama'}")
+    options = [f"--model.policy={tmp_path / 'llama'}"]
+    if name == "reviews":
+        reviews.write_rows(RATINGS, tmp_path, num_held_out=8)
+        options += [f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]
+    fit(tmp_path / "run", ["--config", f"examples/pretrained/{name}.yaml"], *options)
