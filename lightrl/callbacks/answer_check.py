@@ -1,9 +1,10 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes logprobs in a few trajectories: of tokens from the oldest and newest weight
-version, whose weights it has copied to host memory. The engine's logprobs must equal the trainer's, up to rounding. The
-oldest tokens must also be as likely as their distribution says, which detects a server that ignores sampling settings.
-The newest tokens are left out of this check: they exist only if no end token came before, so they are biased.
+In each iteration, the trainer recomputes the logprobs of tokens in a few trajectories, those that the oldest and the
+newest weight version sampled. It keeps copies of both versions in host memory. The engine's logprobs must equal the
+trainer's, up to rounding. The oldest tokens must also be as likely as their distribution says, which detects a server
+that ignores sampling settings. The newest tokens are left out of this check: they exist only if no end token came
+before, so they are biased.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence that tokens are too

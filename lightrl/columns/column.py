@@ -220,7 +220,7 @@ class Column:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The column's fields in an Experience; codes have two more: start and size, in bytes, of each row's codes."""
+        """The column's fields in an Experience. A coded column has two more: each row's start and size in bytes."""
         field = self.field or self.name
         return (field, f"{field}_starts", f"{field}_sizes") if self.is_coded else (field,)
 

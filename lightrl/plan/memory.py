@@ -141,7 +141,7 @@ class PlannedRun:
 
     @property
     def microbatch(self) -> int:
-        """Tokens of the largest microbatch, which contains at least one trajectory, or a rank's whole batch of data."""
+        """Tokens of the largest microbatch: at least a trajectory, or without rollouts a rank's share of a batch."""
         if self.batches_per_update is not None:
             return math.ceil((self.prompts or 1) / self.roles[0].dp) * self.group_size * self.longest
         return max(self.microbatch_tokens, self.longest)
@@ -196,7 +196,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     size, is_trained = role.size, role.trained > 0
     tokens = max(run.update_tokens, role.dp * (run.longest if run.batches_per_update is None else run.microbatch))
     compute = 2 if run.is_mixed else role.width
-    # A frozen model keeps nothing, but each layer needs as much in its forward as a checkpointed layer recomputes.
+    # A frozen model keeps no activations, but each layer needs as much memory as recomputing a checkpointed one.
     keeps = is_trained and "activations" not in run.offloads
     checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints

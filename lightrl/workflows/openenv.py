@@ -220,7 +220,7 @@ def _text_of(observation: JsonMapping, field: str | None) -> str | None:
         return json.dumps(fields, ensure_ascii=False) if fields else None
     if field not in observation:
         raise RolloutError(
-            f"The server's observation has no field observation={field!r} (its fields: {', '.join(observation)})."
+            f"observation={field!r} is no field of the server's observation. Set it to one of {', '.join(observation)}."
         )
     value = observation[field]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

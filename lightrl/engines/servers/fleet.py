@@ -87,7 +87,7 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for a request in this session, or None; uses `excluded` ones only if no other can."""
+        """Returns the server for a request in this session, or None; an excluded one only if no other is eligible."""
         eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:

@@ -270,7 +270,7 @@ def timeout_of(prompt: Prompt, timeout_s: float) -> float:
 
 
 def _files_that_run(program: str, search_path: str) -> list[str]:
-    """Returns a program, what it links to, the interpreter in its first line, and what that links to."""
+    """Returns the files behind a program: itself, its symlinks' targets, and its interpreter with its targets."""
     files: list[str] = []
     waiting = [program, os.path.realpath(program)]
     while waiting:
