@@ -262,8 +262,8 @@ class SAPO(GRPO):
         return sapo_loss(ratio, experience["advantages"], **self.temperatures)
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
-        ratio, temperatures = ratio.detach(), self.temperatures.values()
-        temperature = torch.where(experience["advantages"] > 0, *temperatures)
+        ratio, (positive, negative) = ratio.detach(), self.temperatures.values()
+        temperature = torch.where(experience["advantages"] > 0, positive, negative)
         gate = torch.sigmoid(temperature * (ratio - 1))
         return 4 * ratio * gate * (1 - gate)  # ratio · the slope of the loss
 

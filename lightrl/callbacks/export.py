@@ -149,7 +149,7 @@ class HuggingFaceExport(RLCallback):
                 save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.folder)
-        if tensors is not None and head is None:
+        if tensors is not None and head is None and description is not None:
             description.check_added(tensors, f"the adapters in {self.folder}")
 
     def _check_adapters(self, trainer: L.Trainer, module: Any) -> None:

@@ -197,7 +197,7 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
         raise ValueError(f"{str(sums)!r} is missing or does not list {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
-            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}; they come from different saves. Delete the older one.")
+            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}; they are of two saves. Delete the older one.")
     for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:

@@ -183,7 +183,10 @@ def test_fields_that_are_not_there_are_named() -> None:
         with pytest.raises(RolloutError, match="no column secret, which reset_fields names"):
             played(MultiTurn(chat_tokenizer(), lambda: guessing(url)), said("7"))
         flow = MultiTurn(chat_tokenizer(), lambda: OpenEnv(url, observation="board"))
-        with pytest.raises(RolloutError, match=r"no field observation='board' \(its fields: metadata, text\)"):
+        with pytest.raises(
+            RolloutError,
+            match=r"observation='board' is no field of the server's observation\. Set it to one of metadata, text\.",
+        ):
             played(flow, said("7"))
 
 

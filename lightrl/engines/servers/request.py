@@ -239,7 +239,7 @@ def request_seed(seed: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float], num_ids: float = math.inf) -> None:
+def check_numbers(token_ids: Sequence[int], logprobs: Sequence[float], num_ids: float = math.inf) -> None:
     """Raises ValueError for impossible values, because training might not notice them."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
