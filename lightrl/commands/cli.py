@@ -45,7 +45,6 @@ from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, encode_json
 
 log = logging.getLogger(__name__)
-
 _Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -277,7 +276,9 @@ class _PredictionFile(L.Callback):
         self.has_written = False
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.path = (run_folder(trainer) or Path.cwd()) / "predictions.jsonl"
+        self.path = (run_folder(trainer) or Path(trainer.default_root_dir)) / "predictions.jsonl"
+        if trainer.is_global_zero:
+            cast(Trainer, trainer)._hold(self.path, "predictions")
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object

@@ -1,6 +1,7 @@
 """The command from the outside: what is parsed, built, run, written and said."""
 
 import contextlib
+import fcntl
 import importlib
 import inspect
 import json
@@ -162,6 +163,18 @@ def test_predict_writes_trajectories_with_rewards(settings, config):
     lines = Path("lightning_logs/version_0/predictions.jsonl").read_text().splitlines()
     assert len(lines) == 8
     assert lightrl.Trajectory.from_json(json.loads(lines[0])).reward in (0.0, 1.0)
+
+
+def test_predictions_without_a_logger_are_in_the_root_for_one_run_at_a_time(settings, config, capsys):
+    settings["trainer"] |= {"logger": False, "enable_checkpointing": False, "default_root_dir": "root"}
+    name, lock = config(settings), Path("root/.predictions.jsonl.lock")
+    lock.parent.mkdir()
+    with lock.open("w") as other_run:
+        fcntl.flock(other_run, fcntl.LOCK_EX)
+        assert main(["predict", "--config", name]) == 2
+    assert "predictions='root/predictions.jsonl' is in use by another run" in capsys.readouterr().err
+    assert main(["predict", "--config", name]) == 0
+    assert [path.name for path in lock.parent.iterdir()] == ["predictions.jsonl"]
 
 
 def test_without_a_logger_no_config_is_written_over_the_users(settings, config):
