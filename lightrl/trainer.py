@@ -457,12 +457,8 @@ class Trainer(RLTrainer):
         self.restoring, self._new_folders = None, []
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
-        if self.state.fn == TrainerFn.FITTING:
-            for stop in self.early_stopping_callbacks:
-                if stop.stopping_reason_message and not stop.verbose and self.is_global_zero:
-                    log.info("EarlyStopping after iteration %d: %s", self.global_step, stop.stopping_reason_message)
-            if self.fast_dev_run:
-                check_resume(self)
+        if self.state.fn == TrainerFn.FITTING and self.fast_dev_run:
+            check_resume(self)
         return results
 
     def _mute_checkpoints(self) -> list[Any]:
@@ -564,7 +560,6 @@ class Trainer(RLTrainer):
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
             elif not self.loggers:  # all runs share this folder
                 self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
-
         has_own_folder = bool(self.loggers) or self.state.fn != TrainerFn.FITTING or bool(self.fast_dev_run)
         for writer in () if has_own_folder else self.callbacks:
             if output := getattr(writer, "run_folder_output", None):
@@ -583,8 +578,7 @@ class Trainer(RLTrainer):
     def _hold(self, folder: Path, setting: str) -> None:
         hold(folder, setting)
         self._held.append(folder)
-        if not folder.exists():
-            self._new_folders.append(folder)
+        self._new_folders += [] if folder.exists() else [folder]
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if self.engine is None:

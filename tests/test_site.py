@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import lightrl
-from lightrl import GRPO, Experience, Group, Prompt, Sampling, StalenessControl, Trajectory
+from lightrl import GRPO, Experience, Group, Prompt, Sampling, StalenessControl, Trajectory, rewards
 from lightrl.testing import make_trajectory
+from lightrl.trainer import LightningSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
 SITE = DOCS.parent / "scripts/docs_site"
@@ -44,6 +45,12 @@ def test_the_pages_of_settings_have_each_constructors_defaults(settings_page):
     assert not re.search(r" at 0x|<factory>", "".join(pages.values()))
 
 
+def test_every_setting_of_a_class_on_a_page_has_its_row_on_one(settings_page):
+    names = {name for *_, names in settings_page.PAGES.values() for name in names}
+    homes = {item.home.__name__ for name in names for item in settings_page.settings_of(settings_page.class_of(name))}
+    assert homes - names == set()
+
+
 @pytest.fixture
 def metrics_page(site_path):
     import metrics_page
@@ -55,6 +62,25 @@ def test_the_page_of_metrics_is_the_scripts(metrics_page):
     assert metrics_page.PAGE.read_text() == metrics_page.page()
     names = {"rollout/reward", "val/turns", "lr-AdamW", "dpo/new", "rollout/own"}
     assert metrics_page.undescribed(names) == {"dpo/new", "rollout/own"}
+
+
+def test_the_page_of_metrics_names_settings_that_exist(metrics_page, settings_page):
+    classes = {name: settings_page.class_of(name) for *_, names in settings_page.PAGES.values() for name in names}
+    known = {setting.name for kind in classes.values() for setting in settings_page.settings_of(kind)} | {*classes}
+    known |= {*LightningSettings.__annotations__, *rewards.__all__, "LearningRateMonitor", "metrics", "accuracy"}
+    texts = "".join(text for cells in metrics_page.metrics().values() for text in cells)
+    names = set(re.findall(r"`(?:[a-z_]+\.|\w+\.)?(\w+)`", re.sub(r"\w+\.(jsonl|csv|log)`", "", texts)))
+    assert len(names) > 30
+    assert names - known == set()
+
+
+def test_the_page_of_variables_has_all_that_a_user_may_set():
+    set_by_lightrl = {"LIGHTRL_RUN_START", "LIGHTRL_RESUME", "LIGHTRL_HOSTS", "LIGHTRL_MODEL", "LIGHTRL_RESULTS"}
+    sources = "".join(path.read_text() for path in (DOCS.parent / "lightrl").rglob("*.py"))
+    page = (DOCS / "sweeps-and-python.md").read_text()
+    names = set(re.findall(r"\bLIGHTRL_[A-Z]\w+", sources)) - set_by_lightrl
+    assert len(names) > 3
+    assert [name for name in names if f"`{name}`" not in page and f"`{name}=" not in page] == []
 
 
 def test_every_drawing_is_the_scripts_and_stands_on_a_page(drawings):

@@ -65,6 +65,8 @@ class EvaluationCommand(RLCallback):
         ValueError: before the run starts, if the program does not exist or the run has no engine.
     """
 
+    run_folder_output = "evaluations"  # two runs must not write it at the same time
+
     def __init__(self, command: Sequence[str], *, every_n_iterations: int, timeout_s: float = 3600.0) -> None:
         if isinstance(command, str) or not command:
             raise ValueError(f"command must be a list of a program and its arguments, got {command!r:.80}.")

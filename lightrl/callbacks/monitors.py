@@ -71,6 +71,11 @@ class MonitorCheck(RLCallback):
         else:
             check_monitors(trainer, "rollout/", "policy/")
 
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for stop in trainer.early_stopping_callbacks:
+            if stop.stopping_reason_message and not stop.verbose and trainer.is_global_zero:
+                log.info("EarlyStopping after iteration %d: %s", trainer.global_step, stop.stopping_reason_message)
+
     @staticmethod
     def before_start(trainer: L.Trainer) -> None:
         """Warns about monitored names that look mistyped, before models are loaded."""

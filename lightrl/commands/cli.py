@@ -45,7 +45,6 @@ from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, encode_json
 
 log = logging.getLogger(__name__)
-
 _Level = Literal["debug", "info", "warning", "error"]
 
 
@@ -279,7 +278,7 @@ class _PredictionFile(L.Callback):
     path: Path | None = None  # None until it has the first trajectory
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.folder = run_folder(trainer) or Path.cwd()
+        self.folder = run_folder(trainer) or Path(trainer.default_root_dir)
 
     def on_predict_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, *_: object
@@ -287,13 +286,23 @@ class _PredictionFile(L.Callback):
         groups = [item for item in outputs if isinstance(item, Group)] if isinstance(outputs, list) else []
         if not groups or not trainer.is_global_zero:
             return
-        if self.path is None:  # without a logger, the folder may have the files of earlier runs
-            self.folder.mkdir(parents=True, exist_ok=True)
-            names = ("predictions.jsonl", *(f"predictions-{number}.jsonl" for number in range(2, 100_000)))
-            self.path = next(path for name in names if not (path := self.folder / name).exists())
+        if self.path is None:
+            self.path = self._new_file()
         with self.path.open("ab") as file:
             for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
                 file.write(encode_json(trajectory) + b"\n")
+
+    def _new_file(self) -> Path:
+        """Makes a file; without a logger, other runs may have files in the folder, or make one at this moment."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        number, path = 1, self.folder / "predictions.jsonl"
+        while True:
+            try:
+                path.touch(exist_ok=False)
+                return path
+            except FileExistsError:
+                number += 1
+                path = self.folder / f"predictions-{number}.jsonl"
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:

@@ -8,6 +8,7 @@ name the file and line of its setting. Duplicate keys, misspelled empty sections
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import re
 import traceback
@@ -351,10 +352,14 @@ def merge(settings: JsonObject, layer: JsonMapping) -> None:
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
             old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
-            if isinstance(old, list) and "class_path" not in value:
-                continue  # the parser applies --trainer.callbacks.max_staleness 1 to the last item of the list
-            if not isinstance(old, dict):
-                settings[key] = {}
+            if isinstance(old, list) and "class_path" not in value:  # like the parser, add it to the last item
+                name = f"{key}+" if f"{key}+" in settings else key
+                *items, last = settings[name] or [{}]
+                last = copy.deepcopy(last) if isinstance(last, dict) else {"class_path": last}
+                merge(last.setdefault("init_args", {}) if "class_path" in last else last, value)
+                settings[name] = [*items, last]
+                continue
+            settings[key] = old if isinstance(old, dict) else {}
             merge(settings[key], value)
         elif isinstance(old, dict) and "class_path" in old and isinstance(value, Flag):
             old["class_path"] = value

@@ -10,7 +10,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -337,7 +336,7 @@ def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> 
         is_served = engine is not None and engine.place == "servers"
         servers = f"{engine.servers} · tp {engine.tp}" if engine is not None and is_served else "-"
         sent, seconds = bytes_text(choice.sent), f"{choice.time.total_s:.3g} s"
-        text = settings_text(replace(choice.run, engine=run.engine), run) or "none"
+        text = settings_text(choice.run, run) or "none"
         text = re.sub(r"trainer\.strategy's (\w+) to ", r"\1 ", text).replace(" and ", ", ")
         rows.append((f"{choice.run.world:,}", servers, bytes_text(choice.memory), sent, seconds, text))
     return _titled(f"layouts that fit, fastest first, {by}", rows, right=(0, 2, 3, 4))

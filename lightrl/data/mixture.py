@@ -17,7 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -88,14 +88,14 @@ Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 def sources_of(source: Source | None) -> list[DataSource]:
     """Returns the sources as a list, each with a label; raises ValueError if two labels are the same."""
-    if source is None:
-        return []
-    if isinstance(source, str | Path):
-        source = DataSource(str(source))
-    sources = [source] if isinstance(source, DataSource) else list(source)
-    sources = [
-        replace(item, label=str(index) if item.label is None else item.label) for index, item in enumerate(sources)
-    ]
+    given: list[Any] = source if isinstance(source, list) else [] if source is None else [source]
+    sources = [DataSource(str(item)) if isinstance(item, str | Path) else item for item in given]
+    if wrong := [item for item in sources if not isinstance(item, DataSource)]:
+        raise TypeError(
+            "Data must be a file, a hub name, the dotted path of a function, or a DataSource, or a list of these, got "
+            f"a {type(wrong[0]).__name__}. Write other data to a .jsonl file, or override make_prompts."
+        )
+    sources = [replace(item, label=str(n)) if item.label is None else item for n, item in enumerate(sources)]
     labels = [item.label for item in sources]
     if len(set(labels)) < len(labels):
         raise ValueError(f"The labels of the data's sources must be unique, got {labels}. Change the duplicates.")

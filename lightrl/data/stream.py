@@ -162,7 +162,7 @@ class BadRows:
             return ValueError(f"{made} (`lightrl doctor data` lists all bad rows; `data.bad_rows: drop` drops them.)")
         if self.num_bad > self.max_fraction * max(self.num_read, self.num_rows or _ASSUMED_ROWS):
             return ValueError(
-                f"{self.num_bad} bad rows among the first {self.num_read} exceed max_bad_fraction="
+                f"Bad rows: {self.num_bad} of the first {self.num_read}, more than max_bad_fraction="
                 f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last: {made}"
             )
         if self.num_bad == 1:

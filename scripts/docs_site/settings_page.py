@@ -15,24 +15,38 @@ from typing import Any
 import docstring_parser
 
 import lightrl
-from lightrl.commands.launch import Launch
+from lightrl.algorithms.supervised import SupervisedModule
+from lightrl.callbacks.self_play import SelfPlay
+from lightrl.commands.launch.settings import Launch, Recover, Resources
+from lightrl.data import DataSource
+from lightrl.data.completions import CompletionDataModule
+from lightrl.data.tasks import Task
+from lightrl.engines import ServerEngine, Timeouts
+from lightrl.workflows import MultiAgent, OpenEnv
 
-# A page for each package: file → its title, where its classes stand in a run's YAML, and the public ones.
+_OTHERS = {
+    kind.__name__: kind
+    for kind in (
+        CompletionDataModule, DataSource, Launch, MultiAgent, OpenEnv, Recover, Resources, SelfPlay, ServerEngine,
+        SupervisedModule, Task, Timeouts,
+    )
+}  # fmt: skip
+# A page for each package: file → its title, where its classes stand in a run's YAML, and their names.
 PAGES = {
     "trainer": ("Trainer", "trainer", ["Trainer"]),
-    "engines": ("Engines", "trainer.engine", ["LocalEngine", "SGLangEngine"]),
+    "engines": ("Engines", "trainer.engine", ["LocalEngine", "SGLangEngine", "VLLMEngine", "ServerEngine", "Timeouts"]),
     "strategies": ("Strategies", "trainer.strategy", ["FSDP2Strategy", "Parallel3DStrategy"]),
-    "callbacks": ("Callbacks", "trainer.callbacks", lightrl._NAMES["callbacks"]),
+    "callbacks": ("Callbacks", "trainer.callbacks", [*lightrl._NAMES["callbacks"], "SelfPlay"]),
     "algorithms": (
         "Algorithms", "model", [
-            *lightrl._NAMES["algorithms"], "RLModule", "Sampling",
+            *lightrl._NAMES["algorithms"], "RLModule", "SupervisedModule", "Sampling",
             "ImportanceWeights", "RewardShaping", "OverlongPenalty",
         ],
     ),
     "models": ("Models and roles", "model", ["ModelSpec", "Role", "RoleMesh", "LoRA"]),
-    "workflows": ("Workflows", "model.workflow", lightrl._NAMES["workflows"]),
-    "data": ("Data", "data", lightrl._NAMES["data"]),
-    "launch": ("Launch", "launch", ["Launch"]),
+    "workflows": ("Workflows", "model.workflow", [*lightrl._NAMES["workflows"], "MultiAgent", "OpenEnv"]),
+    "data": ("Data", "data", [*lightrl._NAMES["data"], "CompletionDataModule", "DataSource", "Task"]),
+    "launch": ("Launch", "launch", ["Launch", "Recover", "Resources"]),
 }  # fmt: skip
 _FIELD = re.compile(r"^    (\w+): [^#\n]+  # (.+)$", re.MULTILINE)
 _ABOVE = re.compile(r"^    # (.+)\n    (\w+): ", re.MULTILINE)
@@ -75,6 +89,11 @@ def pages() -> dict[str, str]:
     return {file: _page(*page) for file, page in PAGES.items()}
 
 
+def class_of(name: str) -> type:
+    """The class of this name on a page."""
+    return _OTHERS.get(name) or getattr(lightrl, name)
+
+
 def with_fields(markdown: str) -> str:
     """Replaces `<!-- fields: Class -->` by a table of the data class's fields, with the comment behind each."""
 
@@ -108,7 +127,7 @@ def _page(title: str, section: str, names: list[str]) -> str:
             "",
         ]
     for name in names:
-        lines += _class_lines(Launch if name == "Launch" else getattr(lightrl, name), name, names)
+        lines += _class_lines(class_of(name), name, names)
     return "\n".join(lines)
 
 

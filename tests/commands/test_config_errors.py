@@ -61,8 +61,10 @@ def test_a_wrong_flag_is_named_as_it_was_typed_and_not_looked_for_in_the_file(se
         (["+", "[Trace, StalnessControl]"], r"^trainer\.callbacks\+\[1\]=StalnessControl \(on .* Did you mean Stalen"),
         (["+=Trace", "+={class_path: StalenessControl, init_args: {max_stale: 1}}"], r"\+\[1\]\..*\.max_stale is not"),
         (["={class_path: StalenessControl, max_staleness: 1}"], r"^trainer\.callbacks\.max_staleness must be in"),
+        (["+=Trace", ".max_cots=1"], r"^trainer\.callbacks\+\[0\]\.init_args\.max_cots is not .* \S+max_cost\?"),
+        ([".max_stalenes=1"], r"^trainer\.callbacks\[0\]\.init_args\.max_stalenes is not .* \S+max_staleness\?"),
     ],
-    ids=["added", "list", "setting", "no init_args"],
+    ids=["added", "list", "setting", "no init_args", "flag for the added", "flag for the last"],
 )  # fmt: skip
 def test_a_wrong_callback_is_named_where_flags_add_to_the_list(flags, message, settings, config):
     words = [flag if flag.startswith("[") else f"--trainer.callbacks{flag}" for flag in flags]

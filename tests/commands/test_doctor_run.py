@@ -110,6 +110,15 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     assert statuses(text)["data"] == {"ok", "warning"}
 
 
+def test_a_warning_about_the_data_is_printed_once(settings, config, capsys):
+    name = config(with_rows(settings, ["1", "2", "3", "4"], ["5"], bad_rows="drop", max_bad_fraction=0.5))
+    Path("train.jsonl").write_text(Path("train.jsonl").read_text() + "\nnot JSON\n")
+    assert main(["doctor", "run", "--config", name]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(lines) == len(set(lines))
+    assert [line for line in lines if "Dropped 1 bad of 5 train rows" in line]
+
+
 def test_the_data_alone_are_compared_too(settings, config, capsys):
     name = config(with_rows(settings, ["1", "2", "2"], ["2", "4"]))
     assert main(["doctor", "data", "--config", name]) == 0

@@ -318,6 +318,15 @@ def test_the_settings_that_the_plan_writes_make_the_run_fit(printed_plan: Printe
     assert "\nfits: 27.0 GB usable" in printed_plan(*arguments, "--config", str(file))
 
 
+def test_the_settings_of_a_layout_name_its_servers_too(printed_plan: Printed, tmp_path: Path) -> None:
+    sizes = ["--trainer.engine=SGLangEngine", "--trainer.accelerator=gpu", "--launch.gpus_per_node=8"]
+    sizes += ["--launch.allocation=sglang:d4+fsdp:d4", "--gpu_memory_gb=40", "--model.sampling.max_new_tokens=3072"]
+    table = printed_plan(*layer_of(tmp_path, {"config": BIG}), *sizes).partition("layouts that fit")[2]
+    others = {(num, tp) for num, tp in re.findall(r"(\d+) · tp (\d+)", table) if (num, tp) != ("4", "1")}
+    assert others
+    assert [each for each in others if f"launch.allocation to sglang:d{each[0]}t{each[1]}" not in table] == []
+
+
 def test_a_model_without_formulas_leaves_the_rest_of_the_plan(tmp_path: Path, printed_plan: Printed) -> None:
     config = {"model_type": "gpt2", "vocab_size": 14, "n_embd": 16, "n_layer": 2, "n_head": 4}
     out = printed_plan(*layer_of(tmp_path, {"config": config}))

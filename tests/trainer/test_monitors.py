@@ -138,6 +138,19 @@ def test_a_monitor_that_is_never_checked_is_named_at_the_start(
     assert next(text for text in caplog.messages if "never checks" in text).startswith(start)
 
 
+def test_an_early_stop_is_named_whatever_the_module(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Model(BoringModel):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", 1.0)
+
+    flags: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 9}
+    trainer = make_trainer(tmp_path, callbacks=[EarlyStopping("val/loss", patience=2)], **flags)
+    with caplog.at_level("INFO", logger="lightrl"):
+        trainer.fit(Model(), datamodule=BoringDataModule())
+    text = "EarlyStopping after iteration 6: Monitored metric val/loss did not improve in the last 2 records. Best"
+    assert [message for message in caplog.messages if message.startswith(text)]
+
+
 def test_a_monitor_that_need_not_be_there_is_left_alone(tmp_path: Path) -> None:
     stop = EarlyStopping("val/sometimes", mode="max", strict=False)
     trainer = train(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=1, callbacks=[stop])

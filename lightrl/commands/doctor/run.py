@@ -83,19 +83,25 @@ _SHORTENED: dict[str, object] = {
 
 def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if a check fails."""
-    logging.getLogger("lightrl").setLevel(logging.WARNING)
-    prompts = logging.getLogger("lightrl.data.prompts")
-    prompts.addFilter(_is_no_repeat)
+    logger = logging.getLogger("lightrl")
+    logger.setLevel(logging.WARNING)
+    handlers, shown = [*logger.handlers], set[str]()
+
+    def is_news(record: logging.LogRecord) -> bool:
+        """Filters repeats, since the trial reads data and models again, and what the check of the data prints."""
+        text = record.getMessage()
+        is_new = text not in shown and "train prompts" not in text
+        shown.add(text)
+        return is_new
+
     try:
+        for handler in handlers:
+            handler.addFilter(is_news)
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
             return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
     finally:
-        prompts.removeFilter(_is_no_repeat)
-
-
-def _is_no_repeat(record: logging.LogRecord) -> bool:
-    """Filters out the warning about validation prompts that are also train prompts: the data check prints it."""
-    return "train prompts" not in record.getMessage()
+        for handler in handlers:
+            handler.removeFilter(is_news)
 
 
 class _RunCheck(LightRLCLI):
