@@ -155,6 +155,16 @@ def enter_namespaces(kind: str, *, has_own_network: bool = True) -> bool:
     return True
 
 
+def enter_namespaces_of(process: int) -> None:
+    """Enters the user and network namespaces of another process; raises OSError if this process may not."""
+    for kind in ("user", "net"):
+        path = Path(f"/proc/{process}/ns/{kind}")
+        if path.stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino:
+            with path.open() as namespace:
+                if _libc.setns(namespace.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), f"{path} cannot be entered")
+
+
 def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
     """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a private `/proc`; returns those that worked."""
     if not keep_mounts_private():

@@ -80,6 +80,22 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     return True
 
 
+def change_root(folder: str, names: Iterable[str]) -> None:
+    """Changes to a root that has these folders of the agent's `work` at /, beside the machine's own."""
+    root = Path(folder, "root")
+    root.mkdir()
+    _mount_memory(str(root), "size=1m,mode=755")
+    for entry in [*Path("/").iterdir(), *(Path(folder, "work", name) for name in names)]:
+        target = root / entry.name
+        if entry.is_symlink():
+            target.symlink_to(entry.readlink())
+        elif entry.is_dir():
+            target.mkdir()
+            if not mount(str(entry), str(target), None, MS_BIND_REC, ""):
+                raise OSError(f"mounting {target} in the agent's namespace was refused")
+    os.chroot(root)
+
+
 def _mount_etc(uid: int, home: str, has_network: bool) -> bool:
     """Mounts an /etc with the public parts of the machine's and the agent's user; returns whether that works."""
     present = _present(_ETC)
