@@ -28,6 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
 from lightrl.checks.printable import count_text
 from lightrl.trajectory import JsonMapping, JsonObject
@@ -83,8 +84,8 @@ def read_rows(
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet`, `.arrow` or `.csv` file; a hub name or a local
-            dataset folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split`
-            and `arguments`, for example `my_project.data.riddles`.
+            dataset folder, for `datasets.load_dataset`; a folder of tasks; or the dotted path of a function that makes
+            rows from `split` and `arguments`, for example `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
         split: the dataset's split; for hub names, folders and functions, since a file is one split.
         max_rows: how many rows to read; None for all.
@@ -95,6 +96,8 @@ def read_rows(
     """
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
+    if _has_tasks(path):
+        function, arguments = entry_point("tasks"), {"folder": source, **(arguments or {})}
     if function is not None:
         rows: Sequence[Row] = _rows_of_function(function, source, split, max_rows, arguments or {})
     elif path.is_file():
@@ -113,13 +116,19 @@ def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
     kind, allowed = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
-    if not path.exists() and function_of_rows(source.source) is not None:
+    if _has_tasks(path):
+        kind, allowed = "a folder of tasks", ["arguments"]
+    elif not path.exists() and function_of_rows(source.source) is not None:
         kind, allowed = "a function", ["split", "arguments"]
     elif file_suffix(path) in FILE_SUFFIXES:
         kind, allowed = "a file: only functions take arguments, and only hub datasets a name", []
     for name in ("name", "split", "arguments"):
         if name not in allowed and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")
+
+
+def _has_tasks(path: Path) -> bool:
+    return any(path.glob("*/task.toml"))
 
 
 def column_of(row: Row, column: str) -> object:

@@ -6,6 +6,7 @@ Reading order:
       tools/          an environment with tools that the policy calls: Python functions, or tools on an MCP server
       openenv.py      environments on an OpenEnv server
     agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
+      tasks/          tasks as folders: an agent in a task's environment, whose tests give the reward
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentWorkflow
     from lightrl.workflows.multi_turn import Environment, MultiTurn, RetryWithFeedback
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
+    from lightrl.workflows.tasks import TaskWorkflow
     from lightrl.workflows.tools import MCPServer, ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
@@ -31,13 +33,14 @@ _HOMES = {
     "OpenEnvTools": "openenv",
     "RetryWithFeedback": "multi_turn",
     "SingleTurn": "workflow",
+    "TaskWorkflow": "tasks",
     "ToolEnvironment": "tools",
     "Workflow": "workflow",
 }
 
 __all__ = [
     "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback",
-    "SingleTurn", "ToolEnvironment", "Workflow",
+    "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

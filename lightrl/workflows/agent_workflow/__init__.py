@@ -11,7 +11,16 @@ Reading order:
 May import: what workflows/ may.
 """
 
-from lightrl.workflows.agent_workflow.command import AgentLimits
+from lightrl.workflows.agent_workflow.command import (
+    AgentCommand,
+    AgentFailed,
+    AgentLimits,
+    StartProgram,
+    check_command,
+    row_folder,
+    run_under_guard,
+)
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
 __all__ = ["AgentLimits", "AgentWorkflow"]
+__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "check_command", "row_folder", "run_under_guard"]

@@ -1,0 +1,310 @@
+"""Verifier: computes the reward of what an agent left, by the tests of its task, in a sandbox of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import stat
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lightrl.checks.bounds import finite_number
+from lightrl.errors import RolloutError
+from lightrl.rewards.sandbox import remove_folder
+from lightrl.trajectory import Prompt
+from lightrl.workflows.agent_workflow import (
+    AgentCommand,
+    AgentFailed,
+    AgentLimits,
+    StartProgram,
+    row_folder,
+    run_under_guard,
+)
+from lightrl.workflows.tasks.folder import task_of
+from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, runtime_of
+
+log = logging.getLogger(__name__)
+
+_MAX_REWARD_BYTES = 1 << 20
+_MAX_REPORT_BYTES = 1 << 26
+_NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
+_OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
+# What changes how tests run, without being tested: in `verify`, the agent's versions of these do not count.
+_OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
+_OF_RUNNERS |= {"sitecustomize.py", "usercustomize.py"}
+# Modules that tests import; `python -m pytest` and `python -c` look for them where they start, in the agent's folder.
+_LIBRARIES = {
+    "_pytest",
+    "coverage",
+    "exceptiongroup",
+    "hypothesis",
+    "iniconfig",
+    "numpy",
+    "packaging",
+    "pandas",
+    "pluggy",
+}
+_LIBRARIES |= {"py", "pygments", "pytest", "requests", "sitecustomize", "usercustomize", "yaml"}
+
+
+@dataclass
+class Verifier:
+    """Runs the tests of a row: a Harbor folder's (column `task`), or the command `verify`; TaskWorkflow has the rules.
+
+    Nothing that the agent started runs any more. The tests find its files in a copy; no variable, home or process of
+    the agent's is theirs.
+
+    Args:
+        verify: the command for rows without a Harbor folder.
+        template: the setting `workspace_template`, which has the original files.
+        hidden: files to copy over the agent's.
+        timeout_s: deadline of `verify`.
+        readable, network, limits: of the tests, as of the agent.
+    """
+
+    verify: Sequence[str] | None = None
+    _: KW_ONLY
+    template: str | None = None
+    hidden: str | None = None
+    timeout_s: float = 600.0
+    readable: Sequence[str] = ()
+    network: str | Sequence[str] = "none"
+    limits: AgentLimits = field(default_factory=AgentLimits)
+
+    def __post_init__(self) -> None:
+        self._tests = self.command(script("/tests/test.sh"), self._start_tests)
+        self._verify = self.command(self.verify or ["true"], self._start_verify)
+
+    def command(self, words: Sequence[str], start: StartProgram) -> AgentCommand:
+        """Returns a program that calls no policy, with this verifier's settings."""
+        settings = (None, _OF_TESTS, self.readable, self.network, self.limits, self.timeout_s, str)
+        return AgentCommand(words, *settings, start=start)
+
+    async def start_agent(self, request: Json, prompt: Prompt, copies: Sequence[tuple[str, str]] = ()) -> Json:
+        """Starts an agent in its row's environment, with these folders copied into it."""
+        if "task" in prompt.fields:
+            machine = await self._machine(prompt, copies=copies, returned=[task_of(prompt.fields["task"]).workdir])
+            return await self._run(machine, request, prompt)
+        if self.verify is None:
+            raise RolloutError(
+                f"Prompt {prompt.id!r} has no column `task`, and there is no `verify`. Set data.train to a folder of "
+                "tasks, or verify to a test command."
+            )
+        return await run_under_guard(request)
+
+    async def reward(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
+        """Returns the reward and the metrics of what an agent left in a folder, which may be changed.
+
+        Raises:
+            RolloutError: if the tests cannot be started.
+        """
+        return await (self._reward_of_tests if "task" in prompt.fields else self._reward_of_verify)(prompt, workspace)
+
+    async def _machine(self, prompt: Prompt, **settings: Any) -> Machine:
+        task = task_of(prompt.fields["task"])
+        try:
+            image = await asyncio.to_thread(runtime_of(prompt.fields["runtime"]).build, task)
+        except ValueError as error:
+            raise RolloutError(f"Task {task.folder}: {error}.") from error
+        return Machine(task, image, **settings)
+
+    async def _run(self, machine: Machine, request: Json, prompt: Prompt) -> Json:
+        """Runs a request with the task's variables and limits, as far as the workflow sets none."""
+        limits = dict(request["limits"])
+        of_task = machine.task.limits_mib()
+        if self.limits.memory_mib is None and "memory" in of_task:
+            limits["memory_mib"] = of_task["memory"]
+        if self.limits.disk_mib is None and "storage" in of_task:
+            limits["file_mib"] = limits["disk_mib"] = of_task["storage"]
+        environment = {**machine.task.environment("environment"), **request["environment"]}
+        request = {**request, "limits": limits, "environment": environment}
+        return await runtime_of(prompt.fields["runtime"]).run(machine, request)
+
+    async def _start_tests(self, request: Json, prompt: Prompt) -> Json:
+        task = task_of(prompt.fields["task"])
+        tests = task.folder.resolve() / "tests"
+
+        def removed(before: Collection[str]) -> list[str]:
+            folder = Path(prompt.fields["agent_workspace"], task.workdir.strip("/"))
+            return shadowing(folder, before, tests, task.instruction) if folder.is_dir() else []
+
+        settings: dict[str, Any] = {"agent_workspace": prompt.fields["agent_workspace"], "removed": removed}
+        settings |= {"copies": [(str(tests), "/tests")], "returned": ["/logs/verifier"]}
+        machine = await self._machine(prompt, **settings)
+        environment = {**request["environment"], **task.environment("verifier")}
+        return await self._run(machine, {**request, "environment": environment}, prompt)
+
+    async def _start_verify(self, request: Json, prompt: Prompt) -> Json:
+        return await run_under_guard({**request, "template": prompt.fields["agent_workspace"]})
+
+    async def _finish(self, tests: AgentCommand, prompt: Prompt, workspace: str, timeout_s: float) -> tuple[Any, Any]:
+        """Runs tests on what the agent left; returns their result, and how they failed or None."""
+        fields = {**prompt.fields, "agent_workspace": workspace, "agent_timeout_s": timeout_s}
+        try:
+            return await tests.run(replace(prompt, fields=fields), _NO_URL, ""), None
+        except AgentFailed as error:
+            return error.result, str(error)
+
+    async def _reward_of_tests(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
+        task = task_of(prompt.fields["task"])
+        result, problem = await self._finish(self._tests, prompt, workspace, task.timeout_s("verifier"))
+        if result.workspace is None:
+            return 0.0, {"tests_without_reward": 1.0}
+        try:
+            reward, metrics = reward_in(Path(result.workspace, "logs", "verifier"))
+            return reward, {**metrics, "tests_without_reward": 0.0}
+        except (OSError, ValueError) as error:
+            text = "The tests of %s gave no reward, so it is 0: %s. %s"
+            log.warning(text, task.folder, error, problem or f"They printed {result.output[-300:]!r}.")
+            return 0.0, {"tests_without_reward": 1.0}
+        finally:
+            _delete(result.workspace)
+
+    async def _reward_of_verify(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
+        with contextlib.ExitStack() as stack:
+            template = row_folder("workspace_template", self.template, prompt.fields)
+            try:
+                hidden = row_folder("hidden", self.hidden, prompt.fields)
+            except OSError as error:
+                raise RolloutError(f"Prompt {prompt.id!r}: {error}.") from error
+            before = {entry.name for entry in Path(template).iterdir()} if template is not None else set()
+            for name in shadowing(Path(workspace), before):
+                _remove(Path(workspace, name))
+            await asyncio.to_thread(restore_runners, Path(workspace), template and Path(template))
+            if hidden is not None:
+                await asyncio.to_thread(overlay, Path(hidden), Path(workspace))
+            tests, is_pytest = self._verify, any(Path(word).name in ("pytest", "py.test") for word in self.verify or ())
+            if is_pytest:
+                tests = replace(tests, command=[*tests.command, "--junitxml={tmp}/report.xml"])
+            result, problem = await self._finish(tests, prompt, workspace, self.timeout_s)
+            stack.callback(_delete, result.workspace)
+            self._verify.layers = tests.layers
+            if not is_pytest:
+                return float(problem is None), {}
+            passed, total = 0, 0
+            with contextlib.suppress(OSError, ValueError, ElementTree.ParseError):
+                report = Path(result.workspace or "").parent / "tmp" / "report.xml"
+                passed, total = passed_in(_read_small(report, _MAX_REPORT_BYTES))
+            metrics = {"tests_passed_fraction": passed / max(total, 1)}
+            return float(problem is None and passed > 0), metrics
+
+
+def script(path: str) -> list[str]:
+    """Returns the command that runs a script of a task, which need not be executable."""
+    return ["sh", "-c", f"chmod +x {path}; exec {path}"]
+
+
+def reward_in(folder: Path) -> tuple[float, dict[str, float]]:
+    """Returns the reward and the metrics that tests wrote to `reward.json` or `reward.txt` in a folder.
+
+    Raises:
+        OSError: if there is neither file.
+        ValueError: if it has something other than finite numbers.
+    """
+    if (folder / "reward.json").exists():
+        values = json.loads(_read_small(folder / "reward.json", _MAX_REWARD_BYTES))
+        values = values if isinstance(values, dict) else {"reward": values}
+        numbers = {str(name): _number(value, "reward.json") for name, value in values.items()}
+        if not numbers:
+            raise ValueError("reward.json has no numbers")
+        reward = numbers.pop("reward", None)
+        return sum(numbers.values()) / len(numbers) if reward is None else reward, numbers
+    return _number(_read_small(folder / "reward.txt", _MAX_REWARD_BYTES).decode().strip(), "reward.txt"), {}
+
+
+def _number(value: object, file: str) -> float:
+    with contextlib.suppress(ValueError):
+        value = float(value) if isinstance(value, str) and file == "reward.txt" else value
+    number = finite_number(float(value) if isinstance(value, bool) else value)
+    if number is None:
+        raise ValueError(f"{file} has {value!r:.80}, which is not a finite number")
+    return number
+
+
+def _read_small(path: Path, max_bytes: int) -> bytes:
+    """Reads a file that an untrusted program may have made; follows no link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:  # noqa: PTH123
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path.name} is not a regular file")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+    return data
+
+
+def passed_in(report: bytes) -> tuple[int, int]:
+    """Returns how many tests of a JUnit report passed, and how many there are, without those that were skipped."""
+    cases = [case for case in ElementTree.fromstring(report).iter("testcase") if case.find("skipped") is None]
+    return sum(case.find("failure") is None and case.find("error") is None for case in cases), len(cases)
+
+
+def restore_runners(folder: Path, template: Path | None) -> None:
+    """Undoes an agent's changes of files that control a test runner."""
+    for path, folders, names in os.walk(folder):
+        for name in [*folders, *names]:
+            if name in _OF_RUNNERS or name.endswith(".pth"):
+                _remove(Path(path, name))
+        folders[:] = [name for name in folders if name not in _OF_RUNNERS]
+    for path, folders, names in os.walk(template) if template is not None else ():
+        for name in [*folders, *names]:
+            if name in _OF_RUNNERS or name.endswith(".pth"):
+                source = Path(path, name)
+                target = _cleared(folder, source.relative_to(template))
+                (shutil.copytree if source.is_dir() else shutil.copy2)(source, target, symlinks=True)  # type: ignore[call-arg]
+        folders[:] = [name for name in folders if name not in _OF_RUNNERS]
+
+
+def shadowing(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> list[str]:
+    """Returns an untrusted folder's new entries that Python imports instead of a library of the tests.
+
+    Args:
+        folder: where tests start.
+        before: names of the entries that it had before the agent.
+        tests: a folder of tests, whose packages count as libraries.
+        text: the instruction; a file that it names is part of the work.
+    """
+    names = {*sys.stdlib_module_names, *_LIBRARIES}
+    names |= {path.parent.name for path in tests.rglob("__init__.py")} if tests is not None else set()
+    entries = [entry for entry in folder.iterdir() if entry.name not in before and entry.name not in text]
+    found = [entry for entry in entries if entry.name.partition(".")[0] in names]
+    modules = [each for each in found if each.suffix in (".py", ".pyc", ".so") or (each / "__init__.py").exists()]
+    return [each.name for each in [*modules, *(each for each in found if each.is_symlink() and each not in modules)]]
+
+
+def overlay(source: Path, target: Path) -> None:
+    """Copies a folder's files over an untrusted folder; links there are replaced, not followed."""
+    for path, _, names in os.walk(source):
+        for name in names:
+            file = Path(path, name)
+            shutil.copy2(file, _cleared(target, file.relative_to(source)))
+
+
+def _cleared(folder: Path, relative: Path) -> Path:
+    """Makes the parents of a path in an untrusted folder, removes what is at the path, and returns the path."""
+    for part in reversed(relative.parents[:-1]):
+        if (folder / part).is_symlink() or not (folder / part).is_dir():
+            _remove(folder / part)
+            (folder / part).mkdir()
+    _remove(folder / relative)
+    return folder / relative
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _delete(workspace: str | None) -> None:
+    if workspace is not None:
+        remove_folder(str(Path(workspace).parent))
