@@ -213,34 +213,24 @@ class Docker(Runtime):
         """Runs the program; returns its exit code, None after the deadline, and the end of its output."""
         variables = {name: value for name, value in request["environment"].items() if not _is_own_path(name, value)}
         command = self.execute(name, *request["command"], cwd=machine.task.workdir, variables=list(variables))
-        # The values are not in the arguments, which all users can read.
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=STDOUT, env={**os.environ, **self.passed(variables)}
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        output = bytearray()
-
-        async def talk() -> int:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(ConnectionError):  # it need not read its input
-                process.stdin.write(request["stdin"].encode(errors="surrogatepass"))
-                await process.stdin.drain()
-            process.stdin.close()
-            while data := await process.stdout.read(1 << 16):
-                output.extend(data)
-                del output[: -(request["limits"]["output_kib"] << 10)]
-            return await process.wait()
-
-        try:
-            code: int | None = await asyncio.wait_for(talk(), request["limits"]["wall_s"])
-        except TimeoutError:
-            code = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        return code, output.decode(errors="replace")
+        # Files, not pipes: a process that the program leaves behind keeps its output open. The values of variables are
+        # not in the arguments, which all users can read.
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
+            stdin.write(request["stdin"].encode(errors="surrogatepass"))
+            stdin.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=stdin, stdout=output, stderr=STDOUT, env={**os.environ, **self.passed(variables)}
+            )
+            code: int | None = None
+            try:
+                code = await asyncio.wait_for(process.wait(), request["limits"]["wall_s"])
+            except TimeoutError:
+                pass
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            output.seek(max(0, os.fstat(output.fileno()).st_size - (request["limits"]["output_kib"] << 10)))
+            return code, output.read().decode(errors="replace")
 
 
 class Podman(Docker):
@@ -322,7 +312,9 @@ def _pack(file: IO[bytes], machine: Machine, request: Json) -> None:
             entry.size, entry.mode = len(data), 0o644
             tar.addfile(entry, io.BytesIO(data))
         for source, path in machine.copies:
-            tar.add(source, path.strip("/"), filter=lambda each: each.replace(uid=0, gid=0, uname="", gname=""))
+            tar.add(
+                source, path.strip("/"), filter=lambda each: each.replace(uid=0, gid=0, uname="", gname="", deep=False)
+            )
     file.seek(0)
 
 

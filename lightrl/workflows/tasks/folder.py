@@ -106,10 +106,12 @@ class Task:
         }
         return next((text for text, value in has.items() if value), None)
 
-    def timeout_s(self, section: Literal["agent", "verifier"]) -> float:
-        value = self._value(section, "timeout_sec", (int, float))
+    def timeout_s(self, section: Literal["agent", "verifier", "environment"]) -> float:
+        """Returns the deadline of an agent, of the tests, or of a build; by default 600 s."""
+        name = "build_timeout_sec" if section == "environment" else "timeout_sec"
+        value = self._value(section, name, (int, float))
         if (number := finite_number(600.0 if value is None else value)) is None or number <= 0:
-            raise ValueError(f"{self.folder / 'task.toml'}: {section}.timeout_sec must be above 0, got {value!r}.")
+            raise ValueError(f"{self.folder / 'task.toml'}: {section}.{name} must be above 0, got {value!r}.")
         return number
 
     def environment(self, section: Literal["environment", "verifier"]) -> dict[str, str]:

@@ -193,8 +193,6 @@ async def _build(task: Task) -> Any:
         async def start(request: Json, _: Prompt) -> Json:
             return await run_under_guard({**request, "root": root, "cwd": "/"})
 
-        timeout_s = float(task.config.get("environment", {}).get("build_timeout_sec", 600.0))
-        command = AgentCommand(
-            ["bash", "-c", _script(task)], None, {}, (), "none", AgentLimits(), timeout_s, str, start=start
-        )
+        settings = (None, {}, (), "none", AgentLimits(), task.timeout_s("environment"), str)
+        command = AgentCommand(["bash", "-c", _script(task)], *settings, start=start)
         return await command.run(Prompt("build", messages=[]), f"http://127.0.0.1:{NO_ENDPOINT}/v1", "")
