@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.report import Report
-from lightrl import ImportanceWeights
+from lightrl import ImportanceWeights, Sampling
 
 if TYPE_CHECKING:
     import lightrl
@@ -55,6 +55,9 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Dr. GRPO": ("DrGRPO", {}),
     "DAPO": ("DAPO", {}),
     "LitePPO": ("LitePPO", {}),
+    "GDPO": ("GDPO", {"reward_weights": {"accuracy": 1.0}}),
+    "Muon": ("GRPO", {"optimizer": "muon"}),
+    "score centering": ("GRPO", {"score_centering": True, "sampling": Sampling(max_new_tokens=4, topk_logprobs=8)}),
     "RLOO": ("RLOO", {}),
     "GSPO": ("GSPO", {}),
     "CISPO": ("CISPO", {}),

@@ -45,6 +45,7 @@ from lightrl.experience import Experience
 from lightrl.functional import can_compile
 from lightrl.models import Outputs
 from lightrl.plan.costs import Work, peak_bytes
+from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel
 from lightrl.strategies.parallel_3d import layer_parameters
 from lightrl.trajectory import Trajectory
@@ -99,7 +100,7 @@ def backward_of(name: str, model: PreTrainedModel, part: Experience, plain_token
     if name == "plain":
         return lambda: run_padded(model, part, max(1, plain_tokens // part.token_ids.shape[1]))
     single = SingleModel(model, LogprobSettings(entropy_needs_gradient=False), form="packed" if CUDA else None)
-    single.shares_packed_prompts &= name == "shared"
+    single.packs_prefixes &= name == "shared"
 
     def loss(part: Experience, outputs: Outputs) -> Tensor:
         return weighted_sum(part, outputs.logprobs)
@@ -147,13 +148,13 @@ def trainer_seconds(
     return [wall for wall, _ in times.turns["rl"]]
 
 
-def predicted_bytes(name: str, config: PretrainedConfig, tokens: int, num_parameters: int) -> float:
+def predicted_bytes(name: str, size: ModelSize, tokens: int) -> float:
     """Estimates the bytes of parameters, gradients, both moments and the peak of a microbatch."""
     width = 2 if CUDA and name in ("pure", "shared") else 4
     copies = name in ("mixed", "trainer")
     is_compiled = can_compile("cuda" if CUDA else "cpu")
     work = Work(tokens, tokens, False, width, copies_weights=copies, is_compiled=is_compiled)
-    return 4.0 * width * num_parameters + sum(peak_bytes(config, tokens, config.num_hidden_layers, work))
+    return 4.0 * width * size.parameters + sum(peak_bytes(size, tokens, 1.0, work))
 
 
 def measure(report: Report, model: str, tokens: int, given: argparse.Namespace) -> dict[str, float]:
@@ -164,7 +165,7 @@ def measure(report: Report, model: str, tokens: int, given: argparse.Namespace) 
     lengths = experience.lengths.tolist()
     work = flops(config, lengths, experience.num_loss_tokens, has_backward=True)
     with torch.device("meta"):
-        num_parameters = sum(value.numel() for value in AutoModelForCausalLM.from_config(config).parameters())
+        size = ModelSize.of(AutoModelForCausalLM.from_config(config))
     rates: dict[str, float] = {}
     for name in given.contenders.split(","):
         row: dict[str, Any] = {"model": model, "contender": name, "tokens": sum(lengths)}
@@ -180,7 +181,7 @@ def measure(report: Report, model: str, tokens: int, given: argparse.Namespace) 
             row |= {"ms": round(middle * 1e3, 2), "mfu": round(work / middle / (given.tflops * 1e12), 4)}
             row |= {"tokens_per_s": round(sum(lengths) / middle), "warm_up_s": round(first, 2)}
             if name != "plain":
-                row["predicted_gib"] = round(predicted_bytes(name, config, sum(lengths), num_parameters) / 2**30, 2)
+                row["predicted_gib"] = round(predicted_bytes(name, size, sum(lengths)) / 2**30, 2)
         except torch.cuda.OutOfMemoryError as error:
             row["error"] = str(error).splitlines()[0]
         row["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None

@@ -1,12 +1,10 @@
 """Estimates what FSDP2 and 3D parallelism cost, up to a number of GPUs, without running anything.
 
-    python -m benchmarks.plan [--gpus 1024] [--model qwen3-32b | --config FOLDER] [--tokens 4194304]
+    python -m benchmarks.plan [--gpus 512] [--model qwen3-30b-a3b ...] [--config FOLDER] [--prompts 128]
 
-For each number of GPUs it prints FSDP2 and the fastest (pp, dp, tp) that fits the memory: memory of a rank, bytes sent
-per update, idle time of the pipeline, microbatches, seconds. If FSDP2's whole gradients do not fit, `reduces` is the
-number of microbatches: `reduce_every_microbatch` is set. The formulas for bytes are in lightrl/plan/costs.py. The
-machine's constants are assumed, not measured, and printed as `assumed`; set measured ones with --mfu, --memory-gb
-and the bandwidths.
+For each model and number of GPUs it prints the fastest layouts that fit the memory, as `lightrl plan` finds them:
+memory of a rank, bytes sent per update, seconds of the update. The rates of the GPU are those of its data sheet, at
+the MFU that `lightrl plan` assumes; none is measured here.
 
 With --shards, torch's own FSDP2 also shards the model, on fake tensors and over a process group that only simulates
 the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank,
@@ -16,8 +14,9 @@ including uneven shards, to compare with the formula's `state_gib`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,70 +27,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import Report
-from lightrl.plan.costs import Cost, Work, fsdp2_cost, num_parameters, parallel_3d_cost
+from lightrl import GRPO
+from lightrl.models import ModelSpec
+from lightrl.plan import GPUS, MFU, Choice, PlannedRun, TrainerSettings, choices, planned, role_cost
 from lightrl.strategies.layouts.probes import decoder_layers
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Hardware constants; the defaults are for an H100, by its data sheet, and a common network; none is measured."""
-
-    memory_bytes: float = 80e9
-    flops: float = 989e12  # bfloat16, dense
-    mfu: float = 0.45  # without communication
-    local_bytes_per_s: float = 400e9  # per GPU, within a node
-    remote_bytes_per_s: float = 50e9  # per GPU, between nodes
-    gpus_per_node: int = 8
-
-    def bandwidth(self, ranks: int) -> float:
-        return self.local_bytes_per_s if ranks <= self.gpus_per_node else self.remote_bytes_per_s
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one update."""
-
-    compute_s: float  # without attention scores; a checkpointed layer runs its forward twice
-    bubble_fraction: float  # idle time of the pipeline
-    step_s: float
-
-    @classmethod
-    def of(cls, cost: Cost, config: Any, work: Work, machine: Machine) -> Times:
-        """Estimates the times; without a pipeline, communication over dp overlaps with the compute."""
-        gpus = cost.pp * cost.dp * cost.tp
-        per_token = (8 if work.checkpoint_activations else 6) * num_parameters(config)
-        compute_s = per_token * work.tokens / (gpus * machine.flops * machine.mfu)
-        bubble = (cost.pp - 1) / (cost.num_microbatches + cost.pp - 1)
-        dp_s = cost.sent_dp / machine.bandwidth(gpus)
-        others_s = cost.sent_tp / machine.bandwidth(cost.tp) + cost.sent_pp / machine.remote_bytes_per_s
-        others_s += max(0.0, dp_s - compute_s) if cost.pp == 1 else dp_s
-        return cls(compute_s, bubble, compute_s / (1 - bubble) + others_s)
-
-
-def best_fsdp2_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
-    """Returns the cost with one reduce for all microbatches, the default, if that fits; otherwise with one for each."""
-    cost = fsdp2_cost(config, gpus, work)
-    if cost.memory_bytes <= machine.memory_bytes or cost.num_microbatches == 1:
-        return cost
-    return fsdp2_cost(config, gpus, work, reduce_every_microbatch=True)
-
-
-def best_3d_cost(config: Any, gpus: int, work: Work, machine: Machine) -> Cost:
-    """Returns the fastest (pp, dp, tp) for this number of GPUs that fits their memory; the smallest if none fits."""
-    costs = list(_all_3d_costs(config, gpus, work, machine))
-    fitting = [cost for cost in costs if cost.memory_bytes <= machine.memory_bytes]
-    if fitting:
-        return min(fitting, key=lambda cost: Times.of(cost, config, work, machine).step_s)
-    return min(costs, key=lambda cost: cost.memory_bytes)
-
-
-def _all_3d_costs(config: Any, gpus: int, work: Work, machine: Machine) -> Iterator[Cost]:
-    for tp in (size for size in range(1, machine.gpus_per_node + 1) if gpus % size == 0):
-        for pp in (size for size in range(1, gpus // tp + 1) if (gpus // tp) % size == 0):
-            try:
-                yield parallel_3d_cost(config, pp, gpus // tp // pp, tp, work)
-            except ValueError:  # the model's heads or layers do not allow it
-                continue
+from lightrl.trajectory import Sampling
 
 
 def qwen3(
@@ -110,34 +50,66 @@ def qwen3(
     }
 
 
+def qwen3_moe(hidden_size: int, num_layers: int, num_heads: int, expert_size: int) -> dict[str, Any]:
+    dense = qwen3(hidden_size, 3 * hidden_size, num_layers, num_heads, is_tied=False)
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": expert_size}
+    return {**dense, "model_type": "qwen3_moe", "num_key_value_heads": 4, **experts}
+
+
 # Sizes of published models, so nothing needs to be downloaded.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": qwen3(1024, 3072, 28, 16, is_tied=True),
     "qwen3-1.7b": qwen3(2048, 6144, 28, 16, is_tied=True),
     "qwen3-8b": qwen3(4096, 12288, 36, 32, is_tied=False),
     "qwen3-32b": qwen3(5120, 25600, 64, 64, is_tied=False),
-}
-SIZES = (8, 64, 512, 1024)
+    "qwen3-30b-a3b": qwen3_moe(2048, 48, 32, 768),
+    "qwen3-235b-a22b": qwen3_moe(4096, 94, 64, 1536),
+    "llama-3.1-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432,
+        "moe_intermediate_size": 2048, "num_hidden_layers": 61, "first_k_dense_replace": 3, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+        "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+FIVE = ("qwen3-8b", "qwen3-30b-a3b", "qwen3-235b-a22b", "llama-3.1-70b", "deepseek-v3")
+SIZES = (8, 64, 512)
+GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 1024, 8192
 
 
-def row_of(cost: Cost, times: Times, machine: Machine) -> dict[str, Any]:
-    gib = 2**30
+def run_of(values: dict[str, Any], prompts: int, microbatch_tokens: int) -> PlannedRun:
+    """Plans GRPO of a model with this config on one GPU, with an update per iteration, without the engine's memory."""
+    spec = ModelSpec(
+        config={"max_position_embeddings": 40960, **values}, tokenizer="examples.quickstart.task.tokenizer"
+    )
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    module = GRPO(spec, reward=len, group_size=GROUP, microbatch_tokens=microbatch_tokens, sampling=sampling)
+    trainer = TrainerSettings.of({"accelerator": "gpu", "devices": 1, "strategy": "FSDP2Strategy"})
+    data = SimpleNamespace(batch_size=prompts, max_prompt_tokens=PROMPT_TOKENS)
+    return replace(planned(module, trainer, data), engine=None)
+
+
+def row_of(choice: Choice) -> dict[str, Any]:
+    gib, run = 2**30, choice.run
+    role, cost = run.roles[0], role_cost(run, run.roles[0])
+    split = f"pp {role.pp} tp {role.tp}" if run.layout == "3D" else f"ep {run.ep} cp {role.cp}"
+    settings = {
+        "checkpointing": run.checkpoint_activations, "reduce": run.reduce_every_microbatch, "offload": run.offloads,
+    }  # fmt: skip
     return {
-        "gpus": cost.pp * cost.dp * cost.tp,
-        "strategy": cost.strategy,
-        "pp_dp_tp": f"{cost.pp} {cost.dp} {cost.tp}",
-        "microbatches": cost.num_microbatches,
-        "reduces": cost.num_microbatches if cost.reduce_every_microbatch else 1,
-        "memory_gib": round(cost.memory_bytes / gib, 1),
-        "state_gib": round(cost.state_bytes / gib, 2),
-        "gathered_gib": round(cost.gathered_bytes / gib, 2),
-        "activations_gib": round(cost.activation_bytes / gib, 2),
-        "logits_gib": round(cost.logit_bytes / gib, 2),
-        "fits": cost.memory_bytes <= machine.memory_bytes,
-        "sent_gib": round(cost.sent_bytes / gib, 1),
-        "bubble_fraction": round(times.bubble_fraction, 3),
-        "compute_s": round(times.compute_s, 3),
-        "step_s": round(times.step_s, 3),
+        "gpus": run.world,
+        "layout": f"{run.layout} {split}",
+        "settings": " ".join(name for name, value in settings.items() if value),
+        "memory_gib": round(choice.memory / gib, 1),
+        "state_gib": round((cost.weights + cost.gradients + cost.moments) / gib, 2),
+        "gathered_gib": round(cost.gathered / gib, 2),
+        "activations_gib": round(cost.activations / gib, 2),
+        "sent_gib": round(choice.sent / gib, 1),
+        "update_s": round(choice.time.total_s, 1),
     }
 
 
@@ -158,48 +130,30 @@ def sharded_state_bytes(config: Any, world: int, rank: int) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__.splitlines()[0])
-    parser.add_argument("--gpus", type=int, default=1024, help="largest number of GPUs")
-    parser.add_argument("--model", choices=MODELS, default="qwen3-32b")
+    parser.add_argument("--gpus", type=int, default=512, help="largest number of GPUs")
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=FIVE)
     parser.add_argument("--config", help="folder with config.json, instead of --model")
-    parser.add_argument("--tokens", type=int, default=2**22, help="of one update, all ranks together")
+    parser.add_argument("--prompts", type=int, default=128, help=f"per update, each with {GROUP} trajectories")
     parser.add_argument("--microbatch-tokens", type=int, default=16384)
-    parser.add_argument("--no-checkpointing", action="store_true")
+    parser.add_argument("--gpu", choices=GPUS, default="H100")
+    parser.add_argument("--memory-gb", type=float, default=80.0)
     parser.add_argument("--shards", action="store_true", help="shard the model on a fake process group too")
-    parser.add_argument("--mfu", type=float, default=Machine().mfu)
-    parser.add_argument("--memory-gb", type=float, default=Machine().memory_bytes / 1e9)
-    parser.add_argument("--local-gb-per-s", type=float, default=Machine().local_bytes_per_s / 1e9)
-    parser.add_argument("--remote-gb-per-s", type=float, default=Machine().remote_bytes_per_s / 1e9)
     given = parser.parse_args(arguments)
+    models = {name: MODELS[name] for name in given.model}
     if given.config is not None:
-        config = AutoConfig.from_pretrained(given.config)
-    else:
-        values = dict(MODELS[given.model])
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-    machine = Machine(
-        mfu=given.mfu,
-        memory_bytes=given.memory_gb * 1e9,
-        local_bytes_per_s=given.local_gb_per_s * 1e9,
-        remote_bytes_per_s=given.remote_gb_per_s * 1e9,
-    )
-    work = Work(given.tokens, given.microbatch_tokens, not given.no_checkpointing)
-    report = Report(
-        "plan",
-        model=given.config or given.model,
-        parameters=num_parameters(config),
-        tokens=given.tokens,
-        assumed=vars(machine),
-    )
-    for gpus in sorted({*(size for size in SIZES if size < given.gpus), given.gpus}):
-        for cost in (best_fsdp2_cost(config, gpus, work, machine), best_3d_cost(config, gpus, work, machine)):
+        models = {given.config: AutoConfig.from_pretrained(given.config).to_dict()}
+    report = Report("plan", trajectory_tokens=PROMPT_TOKENS + NEW_TOKENS, mfu=MFU, assumed=vars(GPUS[given.gpu]))
+    for name, values in models.items():
+        run = run_of(values, given.prompts, given.microbatch_tokens)
+        for gpus in sorted({*(size for size in SIZES if size < given.gpus), given.gpus}):
             shards: dict[str, float] = {}
-            if given.shards and cost.strategy == "FSDP2":
-                sizes = (sharded_state_bytes(config, gpus, rank) for rank in (0, gpus - 1))
+            if given.shards:
+                ends = zip(("rank_0_gib", "last_gib"), (0, gpus - 1), strict=True)
                 shards = {
-                    name: round(size / 2**30, 4) for name, size in zip(("rank_0_gib", "last_gib"), sizes, strict=True)
+                    key: round(sharded_state_bytes(run.roles[0].config, gpus, rank) / 2**30, 4) for key, rank in ends
                 }
-            report.add(
-                "update", **row_of(cost, Times.of(cost, config, work, machine), machine), **shards, peak_rss_mib=0
-            )
+            for choice in choices(run.over(gpus), given.memory_gb * 1e9, GPUS[given.gpu]):
+                report.add("update", model=name, **row_of(choice), **shards, peak_rss_mib=0)
     report.finish([name for name in report.rows[0] if name not in ("measurement", "peak_rss_mib")])
 
 

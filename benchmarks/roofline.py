@@ -1,13 +1,15 @@
 """Estimates the time of each part of an update on a GPU, and its MFU, from the real update on fake tensors.
 
     python -m benchmarks.roofline [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--tokens 16384] [--eager] [--shared]
+        [--rows 12]
 
 SingleModel runs like `pure` in gpu_update, in bfloat16; a dispatch mode adds up what its operations read, write and
 multiply. A matrix product on an H100 takes the longer of two times: its bytes over 2.7 TB/s, and its FLOPs over the
 part of 700 TFLOP/s that its shape can reach. When compiled, the operations between two products are one kernel, which
 reads what other kernels made and writes what they read; a backward recomputes what it needs from the forward. With
---eager each operation is a kernel. With --shared a group's prompt is computed once; the MFU still counts it for each
-trajectory.
+--eager each operation is a kernel. With --shared a common prefix is computed once; the MFU still counts it for each
+row. With --rows the microbatch is one agent's conversation of --tokens tokens: each of its requests repeats all before
+it and adds equally many tokens, as with agents that render their history anew.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ from transformers import AutoModelForCausalLM
 from benchmarks.gpu_update import flops, make_config, make_parts
 from benchmarks.report import Report
 from benchmarks.trajectories import weighted_sum
+from lightrl.experience import Experience
 from lightrl.functional import logprobs as head
 from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies import head as model_head
 from lightrl.strategies.layouts import packed_attention
-from lightrl.strategies.layouts.shared_prefix import find_shared_prompts
+from lightrl.strategies.layouts.shared_prefix import MIN_SEGMENT_TOKENS, Prefixes
+from lightrl.trajectory import Prompt, Trajectory
 
 BYTES_PER_S = 2.7e12  # of an H100's memory, as a copy reaches it
 FLOPS_PER_S = 989e12  # that MFU is the share of
@@ -116,15 +120,37 @@ def rate_of(m: int, n: int, k: int) -> float:
     return max(700e12 * k / (k + 180) * waves / -(-waves // 1), 20e12)
 
 
+def make_agent(tokens: int, num_rows: int, vocab_size: int) -> Experience:
+    """Makes one agent's rows; a quarter of each turn, at its end, is the policy's, and the next request changes it."""
+    turn = tokens // num_rows
+    num_read, num_said = turn - turn // 4, turn // 4
+    rows = []
+    for index in range(1, num_rows + 1):
+        read = [position % (vocab_size - 1) for position in range(index * turn - num_said)]
+        ids = [*read, *[vocab_size - 1] * num_said]
+        mask = [position >= len(read) for position in range(len(ids))]
+        rows.append(
+            Trajectory(
+                prompt=Prompt(id="agent", token_ids=read[:num_read]), group_id=0, sample=index, token_ids=ids,
+                loss_mask=mask, behavior_logprobs=[0.0] * len(ids), weight_versions=[-1] * len(ids),
+                completion_ids=ids[len(read) :], completion="", reward=1.0,
+            )
+        )  # fmt: skip
+    return Experience.from_trajectories(rows)
+
+
 def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Returns the row of one model."""
     config = make_config(name)
-    experience = make_parts(given.tokens, given.longest, config.vocab_size)
+    if given.rows:
+        experience = make_agent(given.tokens, given.rows, config.vocab_size)
+    else:
+        experience = make_parts(given.tokens, given.longest, config.vocab_size)
     lengths, is_fused = experience.lengths.tolist(), not given.eager
     pairs = float(sum(length * length for length in lengths))  # twice those of a query and a key
     if given.shared:
-        prompts = find_shared_prompts(experience)
-        pairs -= sum((len(prompt.members) - 1) * prompt.num_prompt_tokens**2 for prompt in prompts)
+        tree = Prefixes.of(experience).tree(MIN_SEGMENT_TOKENS)
+        pairs = float(sum(segment.end**2 - segment.start**2 for segment in tree.segments))
     attention = 2.0 * config.num_attention_heads * config.head_dim * pairs
     meter = Meter(attention, is_fused=is_fused)
     read, backward = head.hidden_logprobs, head._HeadLogprobs.backward
@@ -139,12 +165,12 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
         meter.part, meter.kernel = "layers", meter.kernel + 1
         return gradients
 
-    def can_pack(model: Any, shares_prompt: bool = False) -> bool:
-        return packed_attention.make_packable(model) and (given.shared or not shares_prompt)
+    def can_pack(model: Any, shares_prefixes: bool = False) -> bool:
+        return packed_attention.make_packable(model) and (given.shared or not shares_prefixes)
 
     with (
         patch.object(single, "head_is_plain", lambda model: True),  # nothing can be probed without numbers
-        patch.object(single, "exact_layouts", lambda model: {}),
+        patch.object(single, "can_mask", lambda model: False),
         patch.object(single, "can_pack", can_pack),
         patch.object(packed_attention, "kernel_for", lambda *args: "flash"),
         patch.object(model_head, "hidden_logprobs", read_head),
@@ -167,7 +193,15 @@ def predict(name: str, given: argparse.Namespace) -> dict[str, Any]:
     parts = {f"{part}_us": round(value * 1e6) for part, value in meter.seconds.items()}
     mfu = round(work / seconds / FLOPS_PER_S, 3)
     total = {"ms": round(seconds * 1e3, 1), "mfu": mfu}
-    return {"model": name, "tokens": sum(lengths), "fused": is_fused, "shared": given.shared, **total, **parts}
+    return {
+        "model": name,
+        "tokens": sum(lengths),
+        "fused": is_fused,
+        "shared": given.shared,
+        "rows": given.rows,
+        **total,
+        **parts,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -175,6 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", default="qwen3-0.6b,qwen3-1.7b")
     parser.add_argument("--tokens", type=int, default=16384, help="of a microbatch")
     parser.add_argument("--longest", type=int, default=1024, help="completion, in tokens")
+    parser.add_argument("--rows", type=int, default=0, help="of one agent, instead of groups of completions")
     parser.add_argument("--eager", action="store_true", help="neither layers nor head compiled")
     parser.add_argument("--shared", action="store_true", help="a group's prompt is in the row once")
     parser.add_argument("--quick", action="store_true", help="a tiny model")

@@ -42,6 +42,8 @@ class WeightSyncUndone(WeightSyncError):
 class RolloutError(LightRLError):
     """A workflow or an environment failed, or no batch of groups was complete before the deadline."""
 
+    trajectory: object = None  # what a workflow recorded until it failed, for the log
+
 
 class RewardError(LightRLError):
     """A reward function raised, returned no finite number, hung or was killed.

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightrl.checks.bounds import check_adamw, check_bounds, check_choice, check_effect, check_positive
+from lightrl.checks.entry_points import entry_point
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
 from lightrl.experience import Experience, LossUnit
@@ -90,6 +91,7 @@ class SharedSettings(TypedDict, total=False):
     num_minibatches: int
     update_epochs: int
     microbatch_tokens: int
+    optimizer: Literal["adamw", "muon"]
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -134,13 +136,14 @@ class RLModule(TrainedModule):
         validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
-        microbatch_tokens: maximum number of tokens in one forward and backward pass.
+        microbatch_tokens: maximum number of tokens in one forward and backward pass, or one longer row.
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); the minibatch has N trained
             tokens and B trajectories.
-        lr: learning rate of the default AdamW.
+        optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
+        lr: learning rate of the default optimizer.
         betas: the default AdamW's decay rates of both moments.
         eps: the default AdamW's epsilon.
-        weight_decay: the default AdamW's weight decay.
+        weight_decay: the default optimizer's weight decay.
         warmup_iterations: linear warm-up of the learning rate; a number below 1 is a fraction of the run.
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
@@ -156,7 +159,8 @@ class RLModule(TrainedModule):
         "policy_role", "reward_source", "reward_model_role", "workflow", "workflow_workers", "group_size", "sampling",
         "validation_sampling", "validation_group_size", "num_minibatches", "update_epochs", "lr", "betas", "eps",
         "weight_decay", "warmup_iterations", "lr_decay", "min_lr_ratio", "reward_workers", "reward_timeout_s",
-        "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "needs_entropy_gradient",
+        "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "optimizer",
+        "needs_entropy_gradient",
     })  # fmt: skip
     # Whether `loss` reads `experience.proximal_logprobs`, and whether it backpropagates through `outputs.entropy`.
     # False saves the computation.
@@ -167,8 +171,9 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit that the loss needs complete: minibatches and microbatches never split a unit. With pairs, a group that
-    # loses a trajectory is sampled again; a group that loses a reward after its trajectories were scored is dropped.
+    # The unit that the loss needs complete: minibatches never split one. If it exceeds microbatch_tokens, its rows go
+    # through the model separately (layouts/pieces.py). With pairs, a group that loses a trajectory is sampled again; a
+    # group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss relative to the policy loss, if critic and policy share a body.
     value_coef: float = 0.5
@@ -195,6 +200,7 @@ class RLModule(TrainedModule):
         update_epochs: int = 1,
         microbatch_tokens: int = 16384,
         loss_reduction: Literal["token", "sequence", "fixed"] = "token",
+        optimizer: Literal["adamw", "muon"] = "adamw",
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
@@ -228,6 +234,7 @@ class RLModule(TrainedModule):
         check_positive(reward_timeout_s=reward_timeout_s)
         check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
+        check_choice(("adamw", "muon"), optimizer=optimizer)
         if lr_decay == "constant":
             check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
         if reward_model is None:
@@ -263,7 +270,9 @@ class RLModule(TrainedModule):
             raise ValueError(
                 "sampling.temperature must be above 0, got 0: a group's completions would be equal. Use 1."
             )
-        self.validation_sampling = validation_sampling or dataclasses.replace(self.sampling, temperature=0.0)
+        self.validation_sampling = validation_sampling or dataclasses.replace(
+            self.sampling, temperature=0.0, topk_logprobs=0
+        )
         seeds = {"sampling.seed": self.sampling.seed, "validation_sampling.seed": self.validation_sampling.seed}
         check_effect("in a run, which gives each request its seed", **{name: (seed, 0) for name, seed in seeds.items()})
         self.validation_group_size = validation_group_size
@@ -276,6 +285,7 @@ class RLModule(TrainedModule):
         self.update_epochs = update_epochs
         self.microbatch_tokens = microbatch_tokens
         self.loss_reduction = loss_reduction
+        self.optimizer = optimizer
         self.lr = lr
         self.betas = betas
         self.eps = eps
@@ -397,9 +407,10 @@ class RLModule(TrainedModule):
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
-        """Creates AdamW for the trained parameters, with one group per role, and a warm-up and decay by iteration."""
+        """Creates the optimizer of the trained parameters, with groups by role, and its warm-up and decay."""
         settings = {"lr": self.lr, "betas": self.betas, "eps": self.eps, "weight_decay": self.weight_decay}
-        return self.add_schedule(adamw(self, self.parameter_groups(), **settings))
+        make = entry_point("Muon") if self.optimizer == "muon" else adamw
+        return self.add_schedule(make(self, self.parameter_groups(), **settings))
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         if not self.warmup_iterations and self.lr_decay == "constant":

@@ -426,6 +426,10 @@ class Trainer(RLTrainer):
             if muted and failed_before is None and self.global_step:  # otherwise the failed rank warns
                 self._warn_of_no_checkpoint(getattr(muted[0], "dirpath", None))
 
+    def ended_by_sigterm(self) -> contextlib.AbstractContextManager[None]:
+        loop = self.rollout_loop
+        return loop.gate.raised_at_once(loop.ranks) if loop.ranks.size == 1 else super().ended_by_sigterm()
+
     def _run_rl_stage(self, module: RLModule) -> Any:
         """Opens engine, rollout and the other resources of a stage, then runs Lightning's loop."""
         loop, ranks = self.rollout_loop, self.rollout_loop.ranks

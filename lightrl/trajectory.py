@@ -200,7 +200,10 @@ class Sampling:
         max_new_tokens: token limit of a completion; each turn has one completion.
         min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
+        topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
+            `score_centering`; they take 8 bytes each.
         seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
+        grammar: a structural tag of XGrammar, as JSON, that completions follow; workflows set it for a request.
     """
 
     temperature: float = 1.0
@@ -210,6 +213,8 @@ class Sampling:
     min_new_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    topk_logprobs: int = 0
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -224,9 +229,13 @@ class Sampling:
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        if not 0 <= self.topk_logprobs <= MAX_SUPPORT:
+            raise ValueError(f"topk_logprobs must be from 0 to {MAX_SUPPORT:,}, got {self.topk_logprobs}.")
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             bound = f"max_new_tokens={self.max_new_tokens}"
             raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
+        if self.grammar and self.min_new_tokens:  # a grammar may end earlier
+            raise ValueError(f"A grammar needs min_new_tokens=0, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
         """Returns a copy with this seed, without checking the other fields again."""
@@ -237,7 +246,7 @@ class Sampling:
     @property
     def is_truncated(self) -> bool:
         """Whether tokens are sampled from only part of the vocabulary, which is then recorded as their support."""
-        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1)
+        return self.temperature > 0 and (self.top_k != -1 or self.top_p < 1 or self.grammar != "")
 
     @property
     def max_support(self) -> int:

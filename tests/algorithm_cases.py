@@ -1,6 +1,7 @@
 """Every algorithm under every reduction, for the invariances; add a new algorithm to ALGORITHMS."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightrl.algorithms import (
     CISPO,
     DAPO,
     DPPO,
+    GDPO,
     GRPO,
     GSPO,
     M2PO,
@@ -45,6 +47,10 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "GRPO by sequence": lambda *args, **kwargs: GRPO(
         *args, decoupled=ImportanceWeights(level="sequence"), ratio_level="sequence", **kwargs
     ),
+    "GRPO with score centering": lambda *args, **kwargs: GRPO(
+        *args, **{**kwargs, "sampling": replace(kwargs["sampling"], topk_logprobs=TOPK)}, score_centering=True
+    ),
+    "GDPO": lambda *args, **kwargs: GDPO(*args, reward_weights={"right": 1.0, "short": 0.5}, **kwargs),
     "DrGRPO": DrGRPO,
     "DAPO": lambda *args, **kwargs: DAPO(*args, overlong_penalty=OverlongPenalty(4), **kwargs),
     "RLOO": RLOO,
@@ -83,7 +89,7 @@ ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     ),
 }
 # Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.
-BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO"}
+BATCH_STATISTICS = {"ReinforceBaseline", "ReinforcePlusPlus", "LitePPO", "GDPO"}
 CRITICS = {"PPO", "PPO decoupled", "PPO on one body"}  # their baseline is a critic's, which no constant moves
 every_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 every_baseline_of_rewards = pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in CRITICS])
@@ -106,8 +112,15 @@ def make_module(algorithm: str = "GRPO", **settings: Any) -> GRPO:
 
 
 def experience_for(algorithm: str, **settings: Any) -> Experience:
-    """`random_experience`, with a teacher's likeliest tokens for the algorithm that learns from them."""
-    return random_experience(topk=TOPK if "likeliest" in algorithm else 0, **settings)
+    """`random_experience`, with what the algorithm learns from: likeliest tokens, or rewards of two kinds."""
+    has_topk = "likeliest" in algorithm or "centering" in algorithm
+    experience = random_experience(topk=TOPK if has_topk else 0, **settings)
+    if "centering" in algorithm:  # a sampler's
+        given = {name: experience[f"teacher_{name}"] for name in ("topk_ids", "topk_logprobs")}
+        of_sampler = {f"behavior_{name}": value for name, value in given.items()}
+        return experience.without([f"teacher_{name}" for name in given]).with_tensors(of_sampler)
+    parts = {"reward_part_right": experience.rewards, "reward_part_short": -experience.loss_token_counts.float()}
+    return experience.with_tensors(parts) if algorithm == "GDPO" else experience
 
 
 def advantages_of(module: GRPO, experience: Experience) -> Tensor:

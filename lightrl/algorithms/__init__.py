@@ -5,6 +5,7 @@ Reading order:
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: variants of GRPO;
                   OAPL, TOPR, DPPO for stale trajectories
+    turns.py      GiGPO: credit for each turn of an episode
     ppo.py        PPO: a critic instead of groups
     distillation.py  learning from a teacher's distribution at each token that the policy generates
     supervised/   SFT, DPO, IPO, RewardModel: plain LightningModules that train on given data
@@ -21,6 +22,7 @@ from lightrl.algorithms.relatives import (
     CISPO,
     DAPO,
     DPPO,
+    GDPO,
     GSPO,
     M2PO,
     OAPL,
@@ -33,7 +35,8 @@ from lightrl.algorithms.relatives import (
     ReinforcePlusPlus,
 )
 from lightrl.algorithms.supervised import DPO, IPO, SFT, RewardModel
+from lightrl.algorithms.turns import GiGPO
 
 __all__ = ["Distillation", "DPO", "IPO", "GRPO", "PPO", "EarlyStop", "DPPO", "OAPL", "TOPR"]
 __all__ += ["AdaptiveKL", "ReferenceKL", "ReinforcePlusPlus", "RewardModel", "SFT"]
-__all__ += ["CISPO", "DAPO", "GSPO", "M2PO", "RLOO", "SAPO", "DrGRPO", "LitePPO", "ReinforceBaseline"]
+__all__ += ["CISPO", "DAPO", "GDPO", "GSPO", "GiGPO", "M2PO", "RLOO", "SAPO", "DrGRPO", "LitePPO", "ReinforceBaseline"]

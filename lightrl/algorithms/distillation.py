@@ -99,6 +99,8 @@ class Distillation(GRPO):
                 f"teacher_topk={teacher_topk} compares the teacher's top-k tokens, which truncated sampling may "
                 "leave out. Set sampling.top_p to 1 and top_k to -1, or leave teacher_topk out."
             )
+        if teacher_topk is not None and self.score_centering:
+            raise ValueError("score_centering and teacher_topk read different tokens' logprobs. Leave out one of them.")
         self.teacher_role = Role.of(teacher)
         self.teacher_topk = teacher_topk
         self.divergence = divergence

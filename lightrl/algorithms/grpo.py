@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, TypedDict
 
 import torch
@@ -15,12 +16,17 @@ from lightrl.experience import Experience
 from lightrl.functional import (
     ImportanceWeights,
     RewardShaping,
+    check_centering,
     clipped_ratio_loss,
+    clipped_weights,
+    defines_together,
     group_advantages,
     interpolated_proximal_logprobs,
     is_clipped,
     kl,
     policy_ratio,
+    rest_of,
+    score_correction,
     sequence_ratio,
 )
 from lightrl.functional.reduction import LossReduction
@@ -35,6 +41,7 @@ class FamilySettings(SharedSettings, total=False):
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
     reward_shaping: RewardShaping | None
+    score_centering: bool
 
 
 class RelativeSettings(FamilySettings, total=False):
@@ -96,6 +103,9 @@ class GRPO(RLModule):
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: a penalty added to the reward of completions near the length limit.
         reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
+        score_centering: correct the mean of the score where the engine's probabilities differ from the trainer's, at
+            `sampling.topk_logprobs` tokens (functional/centering.py). In later updates of an iteration, bounded
+            importance weights of these tokens use the policy in place of the proximal policy.
         kwargs: further arguments of RLModule.
     """
 
@@ -119,6 +129,7 @@ class GRPO(RLModule):
         entropy_coef: float = 0.0,
         overlong_penalty: OverlongPenalty | None = None,
         reward_shaping: RewardShaping | None = None,
+        score_centering: bool = False,
         **kwargs: Unpack[RLModuleSettings],
     ) -> None:
         check_choice(("token", "sequence"), ratio_level=ratio_level)
@@ -151,6 +162,10 @@ class GRPO(RLModule):
         self.entropy_coef = entropy_coef
         self.overlong_penalty = overlong_penalty
         self.reward_shaping = reward_shaping
+        self.score_centering = score_centering
+        if score_centering:
+            weighs_tokens = ratio_level == "token" and defines_together(type(self), "token_weights", "policy_loss")
+            check_centering(self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
         # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
@@ -201,6 +216,12 @@ class GRPO(RLModule):
             metrics["kl_update_nats"] = kl(center, outputs.logprobs.detach())  # KL(proximal ‖ policy), by k3
             for estimator in ("k1", "k2", "k3"):  # KL(behavior ‖ proximal): the behavior policy sampled the tokens
                 metrics[f"kl_proximal_{estimator}_nats"] = kl(experience.behavior_logprobs, center, estimator)
+        if self.score_centering:
+            advantages, behavior = experience["advantages"], experience["behavior_topk_logprobs"]
+            assert outputs.teacher_topk is not None
+            weigh = functools.partial(self.token_weights, advantages=advantages)
+            loss = loss + advantages * score_correction(outputs.teacher_topk, behavior, weigh)
+            metrics["behavior_rest_fraction"] = rest_of(behavior)
         if self.reference_kl is not None and not self.kl_in_reward:
             divergence = self.reference_kl.per_token(outputs.logprobs, experience.reference_logprobs)
             loss = loss + self.kl_coef * divergence
@@ -230,6 +251,16 @@ class GRPO(RLModule):
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """Returns the factor on each token's policy gradient in `policy_loss`, [B, T], detached."""
         return ratio.detach() * (1 - self.is_clipped(ratio, experience, outputs))
+
+    def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Returns the factor on the policy gradient of tokens with these log-ratios to the behavior policy, [B, T, K].
+
+        For `score_centering`, which a class that overrides `policy_loss` without this method refuses.
+        """
+        if self.importance_weights is not None:
+            every_token = torch.ones_like(log_ratio, dtype=torch.bool)
+            return self.importance_weights(log_ratio, torch.zeros_like(log_ratio), every_token)
+        return clipped_weights(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
 
     def is_clipped(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         """Returns 1 where the clip of `policy_loss` takes effect, 0 elsewhere, [B, T]."""

@@ -5,6 +5,7 @@ The last three are for stale trajectories: none of them uses importance weights 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -22,6 +23,7 @@ from lightrl.algorithms.grpo import (
     WeightsSettings,
 )
 from lightrl.checks.annotations import Unpack
+from lightrl.checks.bounds import check_effect
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -37,6 +39,7 @@ from lightrl.functional import (
 )
 from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
+from lightrl.trajectory import Trajectory
 
 # What the constructors pass on to GRPO, for type checkers: all but what they fix or give another default.
 
@@ -54,6 +57,9 @@ class AllButClipAndRatio(AllButRatio, ReductionSettings, total=False): ...
 
 
 class AllButMask(AllButClip, ReductionSettings, total=False): ...
+
+
+class AllButRewards(AllButStatistics, ReductionSettings, total=False): ...
 
 
 class AllButRegression(RelativeSettings, GroupSettings, RatioSettings, total=False): ...
@@ -215,6 +221,11 @@ class CISPO(GRPO):
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return ratio.detach().clamp(1 - self.clip_low, 1 + self.clip_high)
 
+    def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        if self.importance_weights is not None:
+            return super().token_weights(log_ratio, advantages)
+        return log_ratio.exp().clamp(1 - self.clip_low, 1 + self.clip_high)
+
     def policy_loss(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         center, advantages = self.center(experience, outputs), experience["advantages"]
         return cispo_loss(outputs.logprobs, center, advantages, clip_low=self.clip_low, clip_high=self.clip_high)
@@ -320,6 +331,57 @@ class ReinforcePlusPlus(GRPO):
         return batch_normalized(returns, mask, total=experience.total)
 
 
+class GDPO(GRPO):
+    """GRPO with several rewards: each is normalized within its group by itself, so none drowns in another's deviation.
+
+    The normalized rewards are added up with weights, and the sums are normalized over the batch. Two trajectories of a
+    group have equal advantages only if all their rewards are equal, not already if the sums are.
+
+    Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
+
+    Args:
+        reward_weights: the rewards that count and their weights, by the name in the reward's metrics: of a RewardPart,
+            or of a number that the reward function returns. The reward itself is logged, but not trained on.
+        kwargs: GRPO's, except its statistics and what changes the one reward.
+    """
+
+    def __init__(
+        self, policy: str | ModelSpec | Role, *, reward_weights: dict[str, float], **kwargs: Unpack[AllButRewards]
+    ) -> None:
+        if not reward_weights or not all(0 < abs(weight) < math.inf for weight in reward_weights.values()):
+            raise ValueError(
+                f"reward_weights must give at least one reward a finite weight other than 0, got {reward_weights}."
+            )
+        for name in ("overlong_penalty", "reward_shaping", "reward_model"):
+            check_effect("with GDPO, whose rewards are those in reward_weights", **{name: (kwargs.get(name), None)})
+        super().__init__(policy, advantage_mean="group", advantage_std="group", leave_one_out=False, **kwargs)
+        self.reward_weights = reward_weights
+        self._keys = tuple(f"reward_part_{name}" for name in reward_weights)
+
+    def model_calls(self) -> list[ModelCall]:
+        parts = ModelCall("reward_parts", inputs=("rewards",), outputs=self._keys, run=self._reward_parts)
+        return [*super().model_calls(), parts]
+
+    def _reward_parts(self, experience: Experience, trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+        for name in self.reward_weights:
+            lacking = next((item for item in trajectories if name not in item.metrics), None)
+            if lacking is not None:
+                raise ValueError(
+                    f"The reward of a trajectory of prompt {lacking.prompt.id!r} has no {name!r}, which reward_weights "
+                    f"names; it has {sorted(lacking.metrics)}. Return it for every trajectory, or rename the weight."
+                )
+        return {
+            key: torch.tensor([item.metrics[name] for item in trajectories], dtype=torch.float32)
+            for key, name in zip(self._keys, self.reward_weights, strict=True)
+        }
+
+    def advantages(self, experience: Experience) -> Tensor:
+        ids = experience.group_ids
+        parts = (weight * group_advantages(experience[key], ids)
+                 for key, weight in zip(self._keys, self.reward_weights.values(), strict=True))  # fmt: skip
+        return group_advantages(torch.stack(list(parts)).sum(0), ids, mean="batch", std="batch")
+
+
 class M2PO(GRPO):
     """Instead of clipping, masks the tokens with the largest squared log-ratios, until the others' mean is in bounds.
 
@@ -342,6 +404,7 @@ class M2PO(GRPO):
         super().__init__(policy, clip_low=1.0, clip_high=math.inf, dual_clip=None, **kwargs)
         if self.importance_weights is not None and self.importance_weights.approximate_proximal:
             raise ValueError("M2PO's mask needs the exact proximal logprobs: leave out decoupled.approximate_proximal.")
+        check_effect("with M2PO's mask, which compares tokens", score_centering=(self.score_centering, False))
         if not second_moment_threshold > 0:
             raise ValueError(
                 f"second_moment_threshold must be above 0 (0.04 in the paper), got {second_moment_threshold}."
@@ -434,6 +497,9 @@ class TOPR(GRPO):
 
     def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
         return tapered_weights(outputs.logprobs, experience.behavior_logprobs, experience["advantages"])
+
+    def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+        return tapered_weights(log_ratio, torch.zeros_like(log_ratio), advantages[..., None].expand_as(log_ratio))
 
 
 class DPPO(GRPO):

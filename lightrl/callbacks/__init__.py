@@ -16,6 +16,8 @@ Reading order:
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
+    prometheus.py       the metrics at a port
+    run_cost.py         device hours and their price
     export.py           the policy as a Hugging Face folder
 
 May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the
@@ -26,12 +28,15 @@ from lightrl.callbacks.dynamic_sampling import DynamicSampling, PromptCurriculum
 from lightrl.callbacks.export import HuggingFaceExport
 from lightrl.callbacks.learning_curve import LearningCurve
 from lightrl.callbacks.progress import RolloutProgressBar
+from lightrl.callbacks.prometheus import PrometheusMetrics
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import RolloutMetrics
+from lightrl.callbacks.run_cost import RunCost
 from lightrl.callbacks.staleness import StalenessControl
 from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
 __all__ = ["DynamicSampling", "PromptCurriculum", "HuggingFaceExport", "LearningCurve", "RolloutProgressBar"]
-__all__ += ["RLCallback", "RolloutMetrics", "StalenessControl", "Trace", "TrajectoryLog", "WeightSync"]
+__all__ += ["PrometheusMetrics", "RunCost", "RLCallback", "RolloutMetrics", "StalenessControl", "Trace"]
+__all__ += ["TrajectoryLog", "WeightSync"]

@@ -33,6 +33,7 @@ from lightrl.errors import EngineError
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, ShardedExperience, ranks_of
+from lightrl.strategies.layouts.pieces import forward
 from lightrl.strategies.ranks.processes import local
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.trajectory import Group, Sampling, Trajectory
@@ -143,16 +144,18 @@ def _measure(
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
-    rows = microbatch_rows(rollout, ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens)
+    ranks, max_tokens = ranks_of(trainer.strategy).of_role("policy"), module.microbatch_tokens
+    rows = microbatch_rows(rollout, ranks, max_tokens)
     topk = min(TOP, module.policy_config.get_text_config().vocab_size)
     without_supports = {name: values for name, values in rollout.tokens.items() if name != SUPPORTS.name}
     untruncated = replace(rollout, tokens=without_supports)
     is_truncated = SUPPORTS.name in rollout.tokens  # the top-k alternatives come from the untruncated distribution
     sums, largest = torch.zeros(6), torch.zeros(1)
     for experience, num in [(rollout, 0), (untruncated, topk)] if is_truncated else [(rollout, topk)]:
-        batches = list(Microbatches(experience, rows, module.device))
+        batches = Microbatches(experience, rows, module.device)
         with trainer.precision_plugin.forward_context():
-            results: Any = list(module.parallel_models["policy"].forward(batches, topk=num))
+            policy = module.parallel_models["policy"]
+            results: Any = list(forward(policy, batches, max_tokens=max_tokens, ranks=ranks, topk=num))
         for index, batch, outputs in zip(rows, batches, results, strict=True):
             is_local = torch.tensor([row in local_rows for row in index] or [False], device=module.device)
             mask = batch.loss_mask & (batch.weight_versions == version) & is_local[:, None]

@@ -20,7 +20,7 @@ from lightrl.models.model_folder import (
     save_model,
     save_tokenizer,
 )
-from lightrl.models.tuning import tuning_of
+from lightrl.models.tuning import Part, tuning_of
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, Ranks, parallel_model, ranks_of, whole
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from lightrl.models import Role
     from lightrl.rollout.rl_trainer import RLTrainer
 
 log = logging.getLogger(__name__)
@@ -140,31 +141,31 @@ class HuggingFaceExport(RLCallback):
             elif tensors is None:
                 save_model(model, folder)
             else:
-                role_settings = module.models()[role] if hasattr(module, "models") else module.policy_role
-                ModelDescription.of(model, role_settings).save(tensors, folder, merged=self.merged)
+                ModelDescription.of(model, self._settings_of(module)).save(tensors, folder)
             if module.tokenizer is not None:
                 save_tokenizer(module.tokenizer, folder)
             save_processor(model.config, folder)
         log.info("Exported the %s after iteration %d to %s.", role, trainer.global_step, self.folder)
 
-    def _gather_tensors(self, trainer: L.Trainer, module: Any, role: str) -> dict[str, Tensor] | None:
-        """Returns the whole tensors to write, on the CPU: all parameters, or only the trained ones with adapters.
+    def _gather_tensors(self, trainer: L.Trainer, module: Any, body: str) -> dict[str, Tensor] | None:
+        """Returns the whole tensors to write, on the CPU: all parameters, with adapters merged, or only the adapters.
 
-        Returns None if the model is not sharded. Collective over the ranks that hold it; only the first gets tensors.
+        Returns None for a model in one process without adapters. Collective over the ranks that hold the model; only
+        the first gets tensors.
         """
-        model: PreTrainedModel = getattr(module, role)
-        is_main = ranks_of(trainer.strategy).of_role(role).is_main
-        if tuning_of(model).keeps_base:
-            trained = ((name, value) for name, value in model.named_parameters() if value.requires_grad)
-            gathered = ((name, whole(value)) for name, value in trained)
-            return {name: value.cpu() for name, value in gathered if is_main}
-        if not isinstance(trainer.strategy, FSDP2Strategy):
+        model: PreTrainedModel = getattr(module, body)
+        keeps_base = tuning_of(model).keeps_base
+        if not keeps_base and not isinstance(trainer.strategy, FSDP2Strategy):
             return None
-        parallel = module.parallel_models.get(role)
+        is_main = ranks_of(trainer.strategy).of_role(body).is_main
+        parallel = module.parallel_models.get(body)
         if parallel is None:
             parallel = parallel_model(trainer.strategy, model, LogprobSettings())
+        # A scalar head was trained itself, and peft's format has no place for it.
+        is_whole = self.merged or self._is_head(module) or self._settings_of(module).spec.head == "scalar"
+        part: Part = "added" if keeps_base and not is_whole else "whole"
         tensors: dict[str, Tensor] = {}
-        for bucket in parallel.full_parameters(_BUCKET_BYTES):
+        for bucket in parallel.full_parameters(_BUCKET_BYTES, part=part):
             if is_main:
                 tensors.update({name: tensor.cpu().clone() for name, tensor in bucket.tensors.items()})
         return tensors
@@ -177,6 +178,10 @@ class HuggingFaceExport(RLCallback):
 
     def _role_of(self, module: L.LightningModule) -> str:
         return self.role or str(getattr(module, "trained_role", "policy"))
+
+    def _settings_of(self, module: Any) -> Role:
+        settings: Role = module.models()[self._role_of(module)] if hasattr(module, "models") else module.policy_role
+        return settings
 
     def _is_head(self, module: Any) -> bool:
         """Whether the role is a critic that is a head on the policy's body."""

@@ -21,6 +21,7 @@ from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, WeightSyncError
 from lightrl.experience import Experience
 from lightrl.models import context_tokens
+from lightrl.models.precision import computing_dtype
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import PACKED_ATTENTION, SingleModel, ranks_of
@@ -54,15 +55,22 @@ def bound_nats(eps: float, mean_abs_logprob: float) -> float:
 class Rounding:
     """The machine epsilons that trainer and engine compute with."""
 
-    trainer_eps: float  # in the probe
-    training_eps: float  # in an update
+    trainer_eps: float
     engine_eps: float  # the engine's largest epsilon
-    dtypes: list[str]  # dtypes of the probe and the engine
+    trainer_dtype: str
+    engine_dtypes: list[str]
+
+    @property
+    def eps(self) -> float:
+        return max(self.trainer_eps, self.engine_eps)
+
+    def __str__(self) -> str:
+        return f"{self.trainer_dtype} in the trainer and {' and '.join(self.engine_dtypes)} in the engine"
 
 
 def mismatch_bound_nats(rounding: Rounding, entropy_nats: float) -> float:
     """Returns the bound of the mean difference between the logprobs of tokens under the weights that sampled them."""
-    return bound_nats(max(rounding.training_eps, rounding.engine_eps), entropy_nats) + MISMATCH_NATS
+    return bound_nats(rounding.eps, entropy_nats) + MISMATCH_NATS
 
 
 def check_mismatch(
@@ -78,12 +86,14 @@ def check_mismatch(
     bound = mismatch_bound_nats(rounding, entropy)
     mean_bound = bound if num_tokens >= MIN_MISMATCH_TOKENS else bound * (1 + LARGEST / num_tokens)
     bias_bound = bound * (BIAS + LARGEST / num_tokens)
+    is_same = rounding.trainer_dtype in rounding.engine_dtypes
+    other_dtypes = "" if is_same else "First set the engine's dtype to the trainer's: rounding may differ as much. "
     if not (mean <= mean_bound and largest <= LARGEST * bound and abs(bias) <= bias_bound):
         raise WeightSyncError(
             f"The engine's logprobs of {num_tokens} tokens that it sampled with {weights} differ from the trainer's by "
             f"{mean:.3g} nats on average and {largest:.3g} at most (bounds: {mean_bound:.3g} and {LARGEST * bound:.3g} "
-            f"for {' and '.join(rounding.dtypes)}); the signed mean is {bias:.3g} (at most {bias_bound:.3g}). The "
-            "probe agreed after the sync. Look for stale key-values (a prefix cache that was not flushed), a server "
+            f"for {rounding}); the signed mean is {bias:.3g} (at most {bias_bound:.3g}). The probe agreed after the "
+            f"sync. {other_dtypes}Look for stale key-values (a prefix cache that was not flushed), a server "
             "that restarted with older weights, a proxy that changes answers, or sampling settings that trainer and "
             "engine apply differently; or set WeightSync.verify to false."
         )
@@ -92,15 +102,11 @@ def check_mismatch(
 def rounding(trainer: RLTrainer, module: RLModule) -> Rounding:
     """Returns the largest epsilons of trainer and engine; float32 on a GPU may be TF32, with float16's epsilon."""
     policy: Any = module.policy
-    weights = str(next(policy.parameters()).dtype).removeprefix("torch.")
-    kind = str(trainer.precision).split("-")[0]
-    training = {weights, {"16": "float16", "bf16": "bfloat16", "64": "float64"}.get(kind, "float32")}
-    probe = {weights} if skips_autocast(trainer, module) else training
+    dtype = str(computing_dtype(str(trainer.precision), next(policy.parameters()).dtype)).removeprefix("torch.")
     engines = {"float32"} if trainer.engine is None else trainer.engine.dtypes()
     is_gpu = trainer.strategy.root_device.type == "cuda"
-    eps = {name: _eps(name, is_gpu=is_gpu) for name in training | engines}
-    of_probe, of_training, of_engine = (max(eps[name] for name in names) for names in (probe, training, engines))
-    return Rounding(of_probe, of_training, of_engine, sorted(probe | engines))
+    engine_eps = max(_eps(name, is_gpu=is_gpu) for name in engines)
+    return Rounding(_eps(dtype, is_gpu=is_gpu), engine_eps, dtype, sorted(engines))
 
 
 def _eps(dtype: str, *, is_gpu: bool) -> float:
@@ -110,7 +116,7 @@ def _eps(dtype: str, *, is_gpu: bool) -> float:
 
 
 def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
-    """Whether the probe runs in the parameters' dtype, which shows smaller steps than autocast."""
+    """Whether the lag is measured in the parameters' dtype, which shows smaller steps than autocast."""
     attention = getattr(module.policy_config, "_attn_implementation", None)
     is_single = type(module.parallel_models.get("policy")) is SingleModel
     is_any_dtype = attention in ("sdpa", "eager", PACKED_ATTENTION)
@@ -210,11 +216,10 @@ class Probe:
         self.rounding = self.rounding or rounding(trainer, module)
         trainer_rows = as_rows(logprobs)
         differences = {name: float((rows - trainer_rows).abs().mean()) for name, rows in engine_rows.items()}
-        eps = max(self.rounding.trainer_eps, self.rounding.engine_eps)
-        bound = bound_nats(eps, float(trainer_rows.abs().mean()))
+        bound = bound_nats(self.rounding.eps, float(trainer_rows.abs().mean()))
         wrong = {
             name: f"its probe differs by {difference:.3g} nats per token (at most {bound:.3g} for "
-            f"{' and '.join(self.rounding.dtypes)}): the mean logprob of its tokens is "
+            f"{self.rounding}): the mean logprob of its tokens is "
             f"{float(trainer_rows.mean()):.4f} in the trainer and {float(engine_rows[name].mean()):.4f} in the engine"
             for name, difference in differences.items()
             if not difference <= bound
@@ -252,7 +257,7 @@ def trainer_logprobs(
 ) -> list[list[float]]:
     """Returns the trainer's logprobs of each sequence's tokens, 0 for the first; collective.
 
-    With `is_scaled`, they are at the training temperature instead of 1.
+    With `is_scaled`, they are at the training temperature instead of 1, and without autocast if possible.
     """
     ranks = ranks_of(trainer.strategy)
     holders = ranks.of_role("policy")
@@ -271,7 +276,8 @@ def trainer_logprobs(
         )
         model = module.parallel_models["policy"]
         plain = contextlib.nullcontext()
-        context = plain if skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
+        is_plain = is_scaled and skips_autocast(trainer, module)
+        context = plain if is_plain else trainer.precision_plugin.forward_context()
         with torch.no_grad(), context, plain if is_scaled else _unscaled(model):
             (outputs,) = model.forward([experience.to(module.device)])
         rows = outputs.logprobs.float().cpu().tolist()

@@ -48,6 +48,7 @@ KINDS = {
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; logging: sets the levels",
     "failed_rewards.jsonl": "failed rewards; recompute with lightrl doctor replay",
+    "failed_rollouts.jsonl": "what failed agents recorded",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing, for lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger writes them",

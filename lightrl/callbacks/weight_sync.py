@@ -173,7 +173,8 @@ class WeightSync(RLCallback):
             return
         rl_trainer = cast("RLTrainer", trainer)
         if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
-            self._sync(rl_trainer, module, rl_trainer.weight_version)
+            with rl_trainer.ended_by_sigterm():  # servers may die at each load or probe, and nothing is lost
+                self._sync(rl_trainer, module, rl_trainer.weight_version)
 
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
         """Loads a version, probes the engine, calls the hook, and returns the metrics."""

@@ -18,6 +18,7 @@ ENTRY_POINTS = {
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
     "tasks": "lightrl.workflows.tasks.rows",  # for a folder of tasks as the source of data
+    "Muon": "lightrl.models.muon.MuonWithAdamW",  # for `optimizer: muon`
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
 }
 

@@ -7,7 +7,7 @@ All code on this path loops over the columns and never names one.
 
 Reading order:
     column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
-    supports.py, routes.py, gaps.py, rewards.py  declare one column each
+    supports.py, routes.py, gaps.py, rewards.py  declare one column each; topk.py, turns.py: two
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
@@ -35,12 +35,15 @@ from lightrl.columns.gaps import GAPS
 from lightrl.columns.rewards import REWARDS
 from lightrl.columns.routes import NATIVE, ROUTES
 from lightrl.columns.supports import EVERY_TOKEN, SUPPORTS, support_ends
+from lightrl.columns.topk import NO_TOKEN, TOPK_IDS, TOPK_LOGPROBS, TOPK_NAMES, topk_columns, topk_parts
+from lightrl.columns.turns import TURN_INDICES, TURN_STATES, turn_columns
 
-for _column in (REWARDS, SUPPORTS, ROUTES, GAPS):
+for _column in (REWARDS, SUPPORTS, ROUTES, GAPS, TOPK_IDS, TOPK_LOGPROBS, TURN_INDICES, TURN_STATES):
     register(_column)
 
 __all__ = [
-    "EVERY_TOKEN", "GAPS", "NATIVE", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "Column", "Columns", "TokenArray",
-    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered",
-    "reserve", "support_ends",
+    "EVERY_TOKEN", "GAPS", "NATIVE", "NO_TOKEN", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "TOPK_IDS",
+    "TOPK_LOGPROBS", "TOPK_NAMES", "TURN_INDICES", "TURN_STATES", "Column", "Columns", "TokenArray", "Values",
+    "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered", "reserve",
+    "support_ends", "topk_columns", "topk_parts", "turn_columns",
 ]  # fmt: skip

@@ -245,7 +245,7 @@ class Column:
             if num_tokens == 0 or len(values) % num_tokens == 0:
                 return None
             return (
-                f"has {len(values)} bytes of {self.name} for {num_tokens} token_ids, but each token needs the same "
+                f"has {len(values)} values of {self.name} for {num_tokens} token_ids, but each token needs the same "
                 "number. Join its completions' columns with lightrl.columns.extended."
             )
         if len(values) == self.width * num_tokens:
@@ -295,8 +295,8 @@ class Column:
         widths = {self._width(values, len(item.token_ids)) for values, item in pairs if values is not None}
         if len(widths) > 1:
             raise ValueError(
-                f"Trajectories have {self.name} of {sorted(widths)} bytes for each token, but all must come from the "
-                "trainer's model. Let the engine serve that model."
+                f"Trajectories have {self.name} of {sorted(widths)} values for each token, but all must come from the "
+                "trainer's model and sampling. Let the engine serve that model."
             )
         if not widths:
             return None

@@ -6,12 +6,16 @@ It also draws the calls with Mermaid. It parses and builds the configuration as 
 from __future__ import annotations
 
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightrl.algorithms.supervised import SupervisedModule
@@ -26,13 +30,16 @@ from lightrl.loops import devices_text
 from lightrl.models import Role, RoleMesh
 from lightrl.module import RLModule
 from lightrl.plan import (
+    DEFAULT_GPU,
     GPUS,
     USABLE_FRACTION,
+    Choice,
     Misfit,
     PlannedRun,
     PlannedTime,
     UnknownMemory,
     bytes_text,
+    choices,
     decoding_rows,
     engine_memory,
     misfits,
@@ -42,18 +49,26 @@ from lightrl.plan import (
     ranks_text,
     role_cost,
     rows_of,
+    settings_of,
+    settings_text,
+    smallest,
 )
 
 _HELP = """\
-usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--gpu KIND [--price_per_gpu_hour P]] [--setting value ...]
+usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--gpu KIND [--price_per_gpu_hour P]] [--write FILE]
+                    [--setting value ...]
 
 Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
-Estimates all batch sizes and the memory of each rank and server by cause, and says what to change if memory is too
-small. If the config has a `launch:` section, the plan also says where ranks and servers run. N is a GPU's memory in
-1e9 bytes; the default is launch.gpu_memory_gb or the memory of the trainer's GPU. Accepts the settings of lightrl fit
-(lightrl fit --help), but loads no weights and starts nothing. The exit code is 1 if the memory is too small, 2 if a
-setting is wrong. KIND is A100, H100, H200, B200 or L40S, by default the trainer's GPU: the plan then predicts the
-seconds of each phase, tokens per second and, with a price, the cost.
+Estimates all batch sizes and the memory of each rank and server by cause. If the config has a `launch:` section, the
+plan also says where ranks and servers run. N is a GPU's memory in 1e9 bytes; the default is launch.gpu_memory_gb or the
+memory of the trainer's GPU. Then the plan says what does not fit, and lists the fastest layouts that do: of the run's
+ranks, and of the smallest number of ranks. --write FILE writes the settings of the first as YAML, for a further
+--config. KIND is A100, H100, H200, B200 or L40S, by default the trainer's GPU: the plan then predicts the seconds of
+each phase, tokens per second and, with a price, the cost. Accepts the settings of lightrl fit (lightrl fit --help), but
+loads no weights and starts nothing.
+
+The exit code is 0 if the run fits or no GPU's memory is known, 1 if it does not fit, and 2 if a setting is wrong, if
+the strategy cannot split the models, or if memory was given but a model cannot be read.
 """
 
 _DRAWING = "drawing: paste this into https://mermaid.live, or on GitHub into a ```mermaid block"
@@ -70,6 +85,7 @@ class PlanCLI(LaunchedCLI):
         parser.add_argument("--gpu_memory_gb", type=float | None, default=None, help="memory per GPU, in 1e9 bytes")
         kinds: Any = Literal[tuple(GPUS)]
         parser.add_argument("--gpu", type=kinds | None, default=None, help="kind of GPU, for the time of an iteration")
+        parser.add_argument("--write", type=str | None, default=None, help="file for the best layout's settings")
         parser.add_argument("--price_per_gpu_hour", type=float | None, default=None, help="for the cost, any currency")
 
     def fit(self, **kwargs: object) -> None:
@@ -94,46 +110,72 @@ class PlanCLI(LaunchedCLI):
             where = "\n".join(["launch", drawing(launched), *launched.notes])
         elif accelerator in (None, "auto") and self.trainer.strategy.root_device.type == "cpu":
             where += f"\n  {NO_GPU}"
-        inferring: list[str] = []
-        if isinstance(module, RLModule):
-            inferring = [call.role for call in graph.calls if call.kind == "infer" and call.role and call.url is None]
+        shown = [text, *mermaid, where]
         try:
             run = self._planned(reads_models=True)
-            misfit_list = [] if device_bytes is None else list(misfits(run, device_bytes))
-            self.exit_code, costs = int(bool(misfit_list)), costs_text(run, device_bytes, misfit_list)
-            costs += f"\n\n{self._time_text(run, inferring, device_bytes)}"
         except UnknownMemory as error:
-            costs = f"{_batches_text(self._planned(reads_models=False))}\n\n{error}"
-        except ValueError as error:
-            costs = str(error)
-        sys.stdout.write("\n\n".join([text, *mermaid, where, costs]) + "\n")
+            sys.stdout.write("\n\n".join([*shown, _batches_text(self._planned(reads_models=False)), str(error)]) + "\n")
+            if self._memory_gb is not None:
+                raise UsageError("The memory was given, but a model cannot be read, so nothing was checked.") from None
+            return
+        except ValueError:  # the strategy cannot split the models
+            sys.stdout.write("\n\n".join([*shown, _batches_text(self._planned(reads_models=False))]) + "\n")
+            raise
+        gpu = GPUS[self._kind or DEFAULT_GPU]
+        misfit_list = [] if device_bytes is None else list(misfits(run, device_bytes, gpu))
+        self.exit_code = int(bool(misfit_list))
+        shown += [costs_text(run, device_bytes, misfit_list), self._time_text(run, device_bytes)]
+        found: list[Choice] = []
+        if device_bytes is not None:
+            here, least = choices(run, device_bytes, gpu), smallest(run, device_bytes, gpu)
+            found = [*here, *(choice for choice in least if choice.run.world != run.world)]
+            shown.append(choices_text(run, found, self._kind))
+        sys.stdout.write("\n\n".join(shown) + "\n")
+        self._write(run, found)
 
-    def _time_text(self, run: PlannedRun, inferring: Sequence[str], device_bytes: float | None) -> str:
-        """Returns the predicted time of an iteration and its cost, or why there is none."""
-        settings = self.config_init[self.config.subcommand]
-        kind, price = settings.get("gpu"), settings.get("price_per_gpu_hour")
-        on_gpu = self.trainer.strategy.root_device.type == "cuda"
-        name = torch.cuda.get_device_name(0) if kind is None and on_gpu and torch.cuda.is_available() else ""
-        kind = kind or next((known for known, gpu in GPUS.items() if gpu.torch_name == name), None)
+    @property
+    def _kind(self) -> str | None:
+        """The kind of GPU: the one that was given, or the trainer's if it is known."""
+        on_gpu = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
+        name = torch.cuda.get_device_name(0) if on_gpu else ""
+        kind: str | None = self.config_init[self.config.subcommand].get("gpu")
+        return kind or next((known for known, gpu in GPUS.items() if gpu.torch_name == name), None)
+
+    def _time_text(self, run: PlannedRun, device_bytes: float | None) -> str:
+        """Returns the predicted time of an iteration and its cost, or how to get it."""
+        kind, on_gpu = self._kind, self.trainer.strategy.root_device.type == "cuda"
+        price = self.config_init[self.config.subcommand].get("price_per_gpu_hour")
         if kind is None or not on_gpu:
-            other = f" {name} is not known." if name else ""
-            return f"how long? Pass --gpu, one of {', '.join(GPUS)}, and --trainer.accelerator gpu.{other}"
-        try:
-            return time_text(run, kind, planned_time(run, GPUS[kind], device_bytes, inferring), price)
-        except ValueError as error:  # also UnknownMemory: the sizes of the models are not known
-            return f"how long? {error}"
+            return f"how long? Pass --gpu, one of {', '.join(GPUS)}, and --trainer.accelerator gpu."
+        return time_text(run, kind, planned_time(run, GPUS[kind], device_bytes), price)
+
+    def _write(self, run: PlannedRun, found: Sequence[Choice]) -> None:
+        """Writes the settings of the best layout to the file in `--write`."""
+        path = self.config_init[self.config.subcommand].get("write")
+        if path is None:
+            return
+        if not found:
+            reason = "no layout fits" if self._device_bytes() else "it needs --gpu_memory_gb to find a layout that fits"
+            raise UsageError(f"--write {path}: {reason}. Nothing was written.")
+        head = "# Settings of lightrl plan, for a further --config after the run's. Not run.\n"
+        Path(path).write_text(head + yaml.safe_dump(settings_of(found[0].run, run), sort_keys=False))
 
     def _planned(self, *, reads_models: bool) -> PlannedRun:
         run = planned(self.model, self.trainer, self.datamodule, reads_models=reads_models)
         return run if self.launched is None else self.launched.of_memory(run)
 
+    @property
+    def _memory_gb(self) -> float | None:
+        """The memory of each GPU that the user gave, in 1e9 bytes."""
+        settings = self.config_init[self.config.subcommand]
+        given: float | None = settings.get("gpu_memory_gb")
+        return getattr(settings.get("launch"), "gpu_memory_gb", None) if given is None else given
+
     def _device_bytes(self) -> float | None:
         """Returns the memory of each GPU in bytes; None if it is not set and there is no GPU."""
-        settings = self.config_init[self.config.subcommand]
-        for memory_gb in (settings.get("gpu_memory_gb"), getattr(settings.get("launch"), "gpu_memory_gb", None)):
-            if memory_gb is not None:
-                check_positive(gpu_memory_gb=memory_gb)
-                return float(memory_gb) * 1e9
+        if self._memory_gb is not None:
+            check_positive(gpu_memory_gb=self._memory_gb)
+            return float(self._memory_gb) * 1e9
         is_here = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
         return float(torch.cuda.get_device_properties(0).total_memory) if is_here else None
 
@@ -273,6 +315,23 @@ def _engine_text(run: PlannedRun, device_bytes: float | None) -> str:
         ("sent per iteration", bytes_text(weights * engine.tp * engine.servers), "whole weights, to all servers"),
     ]
     return _titled(f"engine: {engine.name}, {where}; each device", rows, right=(1,))
+
+
+def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> str:
+    """Lists layouts that fit with what they need, and the settings that choose them."""
+    if not found:
+        return "layouts that fit: none"
+    by = f"by the rates of the {kind}" if kind else f"assuming {DEFAULT_GPU}s, since --gpu is not set"
+    rows = [("ranks", "servers", "memory", "sent per update", "iteration", "settings to change")]
+    for choice in found:
+        engine = choice.run.engine
+        is_served = engine is not None and engine.place == "servers"
+        servers = f"{engine.servers} · tp {engine.tp}" if engine is not None and is_served else "-"
+        sent, seconds = bytes_text(choice.sent), f"{choice.time.total_s:.3g} s"
+        text = settings_text(replace(choice.run, engine=run.engine), run) or "none"
+        text = re.sub(r"trainer\.strategy's (\w+) to ", r"\1 ", text).replace(" and ", ", ")
+        rows.append((f"{choice.run.world:,}", servers, bytes_text(choice.memory), sent, seconds, text))
+    return _titled(f"layouts that fit, the fastest first, {by}", rows, right=(0, 2, 3, 4))
 
 
 def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str, str, str]]:

@@ -85,9 +85,12 @@ class RolloutEngine(ABC):
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
+    returns_topk: ClassVar[bool] = False  # completions may have the sampler's most likely tokens (columns/topk.py)
     probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
+    reads_grammars: bool = False  # samples only tokens that `Sampling.grammar` allows
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
     should_verify: bool = True  # set before `start`; see `WeightSync.verify`
+    trainer_precision: str = "32-true"  # set before `place`, `planned` and `start`
 
     @property
     def records_columns(self) -> bool:
@@ -104,6 +107,14 @@ class RolloutEngine(ABC):
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError if the engine does not support this sampling."""
+        if sampling.topk_logprobs and not self.returns_topk:
+            raise ValueError(
+                f"sampling.topk_logprobs={sampling.topk_logprobs} needs an engine that returns the most likely tokens, "
+                f"but {type(self).__name__} does not. Use LocalEngine, SGLangEngine or VLLMEngine, or set it to 0."
+            )
+        if sampling.grammar and not self.reads_grammars:
+            tokenizer = "server_args: {tokenizer_path: ...}"
+            raise ValueError(f"{type(self).__name__} has no grammar. SGLang and vLLM have one, with {tokenizer}.")
 
     def check_workers(self, num: int) -> None:
         """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""

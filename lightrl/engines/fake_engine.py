@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Script = Callable[[list[int], Sampling, int], list[int]]
+Allowed = Callable[[str, list[int]], Collection[int]]
 Seconds = float | Callable[[list[int], Sampling], float]
 
 
@@ -85,6 +86,7 @@ class FakeEngine(RolloutEngine):
         hang_requests: indices of the requests that do not finish until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, to test checks that compare logprobs.
+        allowed: maps (`Sampling.grammar`, the completion's tokens so far) to the token ids that the grammar allows.
 
     Example:
         engine = FakeEngine(script=lambda prompt, sampling, sample: [prompt[-1], 1])
@@ -102,6 +104,7 @@ class FakeEngine(RolloutEngine):
         hang_requests: Collection[int] = (),
         fail_loads: Collection[int] = (),
         logprob_error_nats: float = 0.0,
+        allowed: Allowed | None = None,
     ) -> None:
         self.script = script
         self.seconds_per_token = seconds_per_token
@@ -110,6 +113,7 @@ class FakeEngine(RolloutEngine):
         self.hang_requests = hang_requests
         self.fail_loads = fail_loads
         self.logprob_error_nats = logprob_error_nats
+        self.allowed, self.reads_grammars = allowed, allowed is not None
         self.requests: list[FakeRequest] = []  # all requests so far
         self.loaded_versions: list[int] = []  # all versions so far
         self.num_running = 0  # completions in progress
@@ -223,6 +227,8 @@ class FakeEngine(RolloutEngine):
                     break
                 await self._sleep(seconds)
                 banned = set(sampling.stop_token_ids) if position < sampling.min_new_tokens else set()
+                if sampling.grammar and self.allowed is not None:
+                    banned = {*range(self._vocab_size)} - {*self.allowed(sampling.grammar, draft.token_ids)}
                 choices = self._choices(sampling, banned)
                 token = self._pick(prompt, sampling, sample, position, choices) if script is None else script[position]
                 draft.token_ids.append(token)

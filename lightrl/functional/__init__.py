@@ -4,10 +4,12 @@ Sums over microbatches and ranks happen outside. Functions check shapes and sett
 
 Reading order:
     logprobs.py     logits or hidden states → logprobs and entropies; the only file that shifts by one
+                    (chunk_buffers.py: memory that all chunks use)
     advantages.py   rewards → advantages
     values.py       a critic's values → advantages and returns (GAE); value loss and normalization; reward shaping
     losses.py       ratios; the clipped and other policy losses; pairwise losses: DPO, IPO, Bradley-Terry;
                     KL estimators and the adaptive KL weight; divergences over a teacher's top-k tokens
+    centering.py    score centering, for a sampler that computes other probabilities than the trainer
     importance.py   importance weights for stale logprobs, M2PO's mask, an interpolated proximal policy
     reduction.py    masking before and after the loss, and three ways to average it
     device_copy.py  asynchronous copies to a device
@@ -23,6 +25,7 @@ docstring. Test it in tests/functional/ against a value worked by hand and an in
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages
 from lightrl.functional.branches import BranchRows, row_lengths, row_spans
+from lightrl.functional.centering import check_centering, clipped_weights, defines_together, rest_of, score_correction
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.importance import ImportanceWeights, interpolated_proximal_logprobs, second_moment_mask
 from lightrl.functional.logprobs import (
@@ -79,3 +82,4 @@ __all__ += ["clipped_policy_loss", "clipped_ratio_loss", "cispo_loss", "sapo_los
 __all__ += ["regression_loss", "leaves_trust_region", "bradley_terry_loss", "preference_margin", "preference_loss"]
 __all__ += ["neutralize", "masked_mean", "reduce_loss", "Supports", "encode_supports", "BranchRows", "row_lengths"]
 __all__ += ["RewardShaping", "on_last_loss_token", "on_loss_tokens", "row_spans", "gae", "explained_variance"]
+__all__ += ["rest_of", "score_correction", "clipped_weights", "check_centering", "defines_together"]

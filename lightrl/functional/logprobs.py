@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from lightrl.checks.bounds import check_bounds, check_same_shape
+from lightrl.functional.chunk_buffers import ChunkBuffers
 from lightrl.functional.device_copy import on_host, to_device
 from lightrl.functional.supports import Supports, support_scores
 
@@ -129,10 +130,10 @@ def logits_logprobs(
 
     if supports is None or not len(supports.limited):
         return compute(slice(None))
-    _check_one_token_each(token_ids)
     scores = logits[supports.limited[supports.rows], supports.ids]
     scores = scores.float() if scores.dtype.itemsize < 4 else scores
-    logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
+    limited = supports.logprobs(scores, temperature, token_ids)
+    logprobs, entropy = supports.filled(limited, compute)
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -187,7 +188,8 @@ def hidden_logprobs(
         weight: [V, H] of the output head.
         bias: [V], or None.
         token_ids: int64 [N], from `predicted_token_ids`; or [N, J], several candidates at each position.
-        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions.
+        temperature, masked_ids, masked_rows, supports: as in `token_logprobs`, for these N positions. A candidate
+            outside its position's support has the logprob -inf.
         chunk_tokens: positions per chunk. None chooses by vocabulary and device, and uses one chunk for few logits.
         entropy_gradient: False returns the entropy detached, which saves memory.
 
@@ -212,10 +214,9 @@ def hidden_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return compute(slice(None))
-        _check_one_token_each(token_ids)
         limited = hidden[supports.limited] if len(supports.unlimited) else hidden
         scores = support_scores(limited, weight, bias, supports, chunk_tokens=chunk_tokens)
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature, token_ids), compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
 
@@ -242,8 +243,10 @@ def hidden_topk(
     mask = _as_mask(1.0, masked_ids, masked_rows, hidden)
     parts = [torch.empty(0, num, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
+        buffers = ChunkBuffers(min(hidden.shape[0], chunk_tokens), weight)
         for chunk in chunks(hidden.shape[0], chunk_tokens):
-            parts.append(_largest(linear(hidden[chunk], weight, bias), num, num_ids, mask_of(mask, chunk)))
+            logits = buffers.logits(hidden[chunk], weight, bias)
+            parts.append(_largest(logits, num, num_ids, mask_of(mask, chunk), buffers.of(logits)[0]))
     return torch.cat(parts)
 
 
@@ -260,8 +263,8 @@ def logits_topk(
     return _largest(logits, num, num_ids, _as_mask(1.0, masked_ids, masked_rows, logits))
 
 
-def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None) -> Tensor:
-    scores = masked_scores(logits, 1.0, mask)[:, :num_ids]
+def _largest(logits: Tensor, num: int, num_ids: int | None, mask: Mask | None, out: Tensor | None = None) -> Tensor:
+    scores = masked_scores(logits, 1.0, mask, out)[:, :num_ids]
     if num > scores.shape[1]:
         raise ValueError(f"num must be at most {scores.shape[1]}, the number of token ids, got {num}.")
     return scores.topk(num, dim=1).indices
@@ -317,33 +320,34 @@ def _as_mask(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor 
     return masked_ids, masked_rows
 
 
-def _check_one_token_each(token_ids: Tensor) -> None:
-    if token_ids.dim() != 1:
-        raise ValueError("With supports, token_ids must be [N], because only sampled tokens have logprobs within them.")
-
-
-def _masked(values: Tensor, mask: Mask, number: float) -> Tensor:
+def _masked(values: Tensor, mask: Mask, number: float, out: Tensor | None = None) -> Tensor:
     """Writes `number` where the mask excludes an id of values [N, V], without synchronizing with the device."""
     ids, rows = mask
-    return values.index_copy(1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number))
+    return torch.index_copy(values, 1, ids, values.index_select(1, ids).masked_fill(rows[:, None], number), out=out)
 
 
-def masked_scores(logits: Tensor, temperature: float, mask: Mask | None) -> Tensor:
-    """Turns logits [N, V] of any dtype into the input of the softmax."""
-    if logits.dtype.itemsize < 4:
+def masked_scores(logits: Tensor, temperature: float, mask: Mask | None, out: Tensor | None = None) -> Tensor:
+    """Turns logits [N, V] of any dtype into the input of the softmax, which is `out` if given."""
+    if out is not None and out is not logits:
+        logits = out.copy_(logits)
+    elif logits.dtype.itemsize < 4:
         logits = logits.float()
     if temperature != 1:
-        logits = logits / temperature
+        logits = torch.div(logits, temperature, out=out)
     if mask is not None:
         # The lowest finite number instead of -inf: its probability is also 0, but 0 times the logprob is not NaN.
-        logits = _masked(logits, mask, torch.finfo(logits.dtype).min)
+        logits = _masked(logits, mask, torch.finfo(logits.dtype).min, out)
     return logits
 
 
-def _distribution(logits: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, Tensor]:
-    """Turns logits [N, V] of any dtype into (log-probabilities, probabilities)."""
-    log_probabilities = torch.log_softmax(masked_scores(logits, temperature, mask), dim=-1)
-    return log_probabilities, log_probabilities.exp()
+def _distribution(
+    logits: Tensor, temperature: float, mask: Mask | None, buffers: ChunkBuffers | None = None
+) -> tuple[Tensor, Tensor]:
+    """Turns logits [N, V] of any dtype into (log-probabilities, probabilities), in the buffers if given."""
+    probabilities, log_probabilities = (None, None) if buffers is None else buffers.of(logits)
+    scores = masked_scores(logits, temperature, mask, probabilities)
+    log_probabilities = torch.log_softmax(scores, dim=-1, out=log_probabilities)
+    return log_probabilities, torch.exp(log_probabilities, out=probabilities)
 
 
 def _columns(values: Tensor) -> Tensor:
@@ -367,28 +371,31 @@ def logits_gradient(
     temperature: float,
     mask: Mask | None,
     is_here: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """Computes d loss / d logits, [N, V]. A logprob's gradient is onehot - p, the entropy's is -p · (log p + entropy).
 
-    `is_here` is False where a token's logit is on a different rank; None if this rank holds all logits.
+    `is_here` is False where a token's logit is on a different rank; None if this rank holds all logits. With
+    `in_place` the result takes the memory of the probabilities or log-probabilities.
     """
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(token_ids, dtype=entropy.dtype)
     grad_logprobs = _columns(grad_logprobs)
     total = grad_logprobs.sum(1)
     if grad_entropy is None:
-        gradient = probabilities * -total[:, None]
+        gradient = torch.mul(probabilities, -total[:, None], out=probabilities if in_place else None)
     else:
         assert log_probabilities is not None
         constant = total + grad_entropy * entropy
-        slope = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[:, None])
+        out = log_probabilities if in_place else None
+        slope = torch.addcmul(constant[:, None], log_probabilities, grad_entropy[:, None], out=out)
         gradient = slope.mul_(probabilities).neg_()
     local = grad_logprobs if is_here is None else torch.where(is_here, grad_logprobs, 0)
     gradient.scatter_add_(1, _columns(token_ids), local)
     if temperature != 1:
         gradient /= temperature
     if mask is not None:
-        gradient = _masked(gradient, mask, 0.0)
+        gradient = _masked(gradient, mask, 0.0, gradient)
     return gradient
 
 
@@ -435,10 +442,10 @@ class _HeadLogprobs(torch.autograd.Function):
         entropy_gradient: bool,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        compute, _ = _passes(hidden.device.type)
+        logits_of, compute, _ = _passes(hidden, weight, chunk_tokens)
         parts = []
         for chunk in chunks(hidden.shape[0], chunk_tokens):
-            logits = linear(hidden[chunk], weight, bias)
+            logits = logits_of(hidden[chunk], weight, bias)
             parts.append(compute(logits, token_ids[chunk], temperature, mask_of(mask, chunk)))
         logprobs, *saved = (torch.cat(values) for values in zip(*parts, strict=True))
         entropy = saved[0]
@@ -453,7 +460,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, token_ids, *saved = ctx.saved_tensors
-        _, gradient_of = _passes(hidden.device.type)
+        logits_of, _, gradient_of = _passes(hidden, weight, ctx.chunk_tokens)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -461,7 +468,7 @@ class _HeadLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if ctx.needs_input_grad[2] else None
         for chunk in chunks(hidden.shape[0], ctx.chunk_tokens):
             rows = (None if value is None else value[chunk] for value in (grad_logprobs, grad_entropy, *saved))
-            logits = linear(hidden[chunk], weight, bias)
+            logits = logits_of(hidden[chunk], weight, bias)
             gradient = gradient_of(logits, token_ids[chunk], ctx.temperature, mask_of(ctx.mask, chunk), *rows)
             if grad_bias is not None:
                 grad_bias += gradient.sum(dim=0, dtype=sum_dtype)
@@ -490,12 +497,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _chunk_logprobs(logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None) -> tuple[Tensor, ...]:
+def _chunk_logprobs(
+    buffers: ChunkBuffers, logits: Tensor, token_ids: Tensor, temperature: float, mask: Mask | None
+) -> tuple[Tensor, ...]:
     """Computes logprobs and entropies from a chunk's logits [n, V]."""
-    return _gather(*_distribution(logits, temperature, mask), token_ids)
+    log_probabilities, probabilities = _distribution(logits, temperature, mask, buffers)
+    logprobs = log_probabilities.gather(1, _columns(token_ids)).view(token_ids.shape)
+    return logprobs, -probabilities.mul_(log_probabilities).sum(1)
 
 
 def _chunk_gradient(
+    buffers: ChunkBuffers,
     logits: Tensor,
     token_ids: Tensor,
     temperature: float,
@@ -505,9 +517,10 @@ def _chunk_gradient(
     entropy: Tensor,
 ) -> Tensor:
     """Computes the gradient of a chunk's logits, [n, V] in their dtype."""
-    scores = _distribution(logits, temperature, mask)
-    gradient = logits_gradient(*scores, token_ids, entropy, grad_logprobs, grad_entropy, temperature, mask)
-    return gradient.to(logits.dtype)
+    scores = _distribution(logits, temperature, mask, buffers)
+    gradients, settings = (grad_logprobs, grad_entropy), (temperature, mask)
+    gradient = logits_gradient(*scores, token_ids, entropy, *gradients, *settings, in_place=True)
+    return gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
 # The same two functions for torch.compile: only the logits [n, V] and their gradient are in memory; other tensors of
@@ -556,11 +569,12 @@ def _fused_gradient(
 _Pass = Callable[..., Any]
 
 
-def _passes(device_type: str) -> tuple[_Pass, _Pass]:
-    """Returns the functions that compute a chunk's logprobs and entropies, and the gradient of its logits."""
-    if can_compile(device_type):
-        return _compiled(_fused_logprobs), _compiled(_fused_gradient)
-    return _chunk_logprobs, _chunk_gradient
+def _passes(hidden: Tensor, weight: Tensor, chunk_tokens: int) -> tuple[_Pass, _Pass, _Pass]:
+    """Returns the functions that compute a chunk's logits, its logprobs and entropies, and its logits' gradient."""
+    if can_compile(hidden.device.type):
+        return linear, _compiled(_fused_logprobs), _compiled(_fused_gradient)
+    buffers = ChunkBuffers(min(hidden.shape[0], chunk_tokens), weight)
+    return buffers.logits, functools.partial(_chunk_logprobs, buffers), functools.partial(_chunk_gradient, buffers)
 
 
 @functools.cache

@@ -147,11 +147,13 @@ class Supports:
             end = min(start + num, len(self.ends))
             yield slice(start, end), slice(self.ends[start - 1] if start else 0, self.ends[end - 1])
 
-    def logprobs(self, scores: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Returns the sampled tokens' logprobs and the entropies, [n] each, of the softmax over each support.
+    def logprobs(self, scores: Tensor, temperature: float, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the tokens' logprobs, [n] or [n, J], and the entropies, [n], of the softmax over each support.
 
         Args:
             scores: [M], logits of the ids. Carries the gradient.
+            token_ids: int64 [N], the sampled tokens; or [N, J], candidates at each position, whose logprob is -inf if
+                they are not in the support.
         """
         # `unsafe` skips a check that would read the lengths from the device.
         reduce = functools.partial(torch.segment_reduce, lengths=self.counts, unsafe=True)
@@ -160,7 +162,20 @@ class Supports:
         total = reduce(powers, "sum")
         weighted = reduce(powers * shifted, "sum")
         normalizer = total.log()
-        return shifted[self.counts.cumsum(0) - 1] - normalizer, normalizer - weighted / total
+        entropy = normalizer - weighted / total
+        if token_ids.dim() == 1:
+            return shifted[self.counts.cumsum(0) - 1] - normalizer, entropy
+        places = self._places(token_ids[self.limited])
+        within = shifted[places.clamp(min=0)] - normalizer[:, None]
+        return torch.where(places >= 0, within, -torch.inf), entropy
+
+    def _places(self, token_ids: Tensor) -> Tensor:
+        """Returns where each of these tokens, [n, J], is in `ids`; -1 if it is not in its position's support."""
+        base = torch.cat([self.ids, token_ids.flatten()]).amax() + 1
+        keys, order = (self.rows * base + self.ids).sort()
+        wanted = torch.arange(len(token_ids), device=token_ids.device)[:, None] * base + token_ids
+        places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+        return torch.where(keys[places] == wanted, order[places], -1)
 
     def filled(self, limited: _Pair, compute_unlimited: Callable[[Tensor], _Pair]) -> _Pair:
         """Returns logprobs and entropies of all N positions.
@@ -171,9 +186,9 @@ class Supports:
         """
         if not len(self.unlimited):
             return limited
-        num = len(self.unlimited) + len(self.limited)
+        places, num = (self.unlimited,), len(self.unlimited) + len(self.limited)
         logprobs, entropy = (
-            others.new_zeros(num).index_put((self.unlimited,), others).index_put((self.limited,), within)
+            others.new_zeros(num, *others.shape[1:]).index_put(places, others).index_put((self.limited,), within)
             for others, within in zip(compute_unlimited(self.unlimited), limited, strict=True)
         )
         return logprobs, entropy

@@ -41,6 +41,7 @@ from lightrl.module import RLModule
 from lightrl.rollout.protocol import OnWait
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks, ranks_of
+from lightrl.strategies.layouts.pieces import forward_backward
 from lightrl.strategies.sharded_experience.placement import microbatch_rows, minibatches, shares, token_imbalance
 from lightrl.trace import in_microbatch_spans, span
 from lightrl.trajectory import Group, Trajectory, sampling_seed
@@ -348,8 +349,14 @@ class RolloutLoop(_AutomaticOptimization):
                         continue
                     max_tokens = train.microbatch_tokens or module.microbatch_tokens
                     rows = microbatch_rows(minibatch, loss.holders, max_tokens, unit=module.loss_unit)
-                    batches = Microbatches(minibatch, rows, module.device)
-                    module.parallel_models[loss.role].forward_backward(batches, *in_microbatch_spans(loss, backward))
+                    forward_backward(
+                        module.parallel_models[loss.role],
+                        Microbatches(minibatch, rows, module.device),
+                        *in_microbatch_spans(loss, backward),
+                        max_tokens=max_tokens,
+                        unit=module.loss_unit,
+                        ranks=loss.holders,
+                    )
             for parameter in module.resting_parameters():
                 parameter.grad = None
             self.ranks.average_gradients()

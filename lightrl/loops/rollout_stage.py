@@ -259,7 +259,7 @@ class RolloutStage:
             sampling=with_stop_tokens(module.sampling, module.stop_token_ids()),
             run_seed=self.trainer.run_seed,
             prompts=prompts,
-            failures=FailureLog(folder / "failed_rewards.jsonl") if folder is not None else None,
+            failures=FailureLog(folder / "failed_rewards.jsonl", module.tokenizer.decode) if folder else None,
         )
 
 
@@ -329,6 +329,7 @@ def devices_text(trainer: RLTrainer) -> str:
     """Describes the devices of trainer and engine on this machine; the engine learns the trainer's devices here."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
+    engine.trainer_precision = str(trainer.precision)
     text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
     return text.rstrip()
 

@@ -39,6 +39,7 @@ from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
 from lightrl.models.tuning import tuning_of
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
+from lightrl.strategies.layouts.pieces import forward
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.trace import span
@@ -151,13 +152,15 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         needs_end = experience.is_truncated
     # The base model did not sample the tokens.
     lengths, read = experience.lengths, experience.rollout_part(needs_end, is_sampler=not call.base_only)
-    rows = microbatch_rows(read, ranks, call.microbatch_tokens or module.microbatch_tokens)
+    max_tokens = call.microbatch_tokens or module.microbatch_tokens
+    rows = microbatch_rows(read, ranks, max_tokens)
     parts = Microbatches(read, rows, module.device)
     model = getattr(module, role)
     tuning = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
     with _on_device(module, role), tuning:
-        for output in module.parallel_models[role].forward(parts, topk=call.topk):
+        model_of_role = module.parallel_models[role]
+        for output in forward(model_of_role, parts, max_tokens=max_tokens, ranks=ranks, topk=call.topk):
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
                 raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")

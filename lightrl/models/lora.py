@@ -7,13 +7,16 @@ peft replaces each linear layer with one that holds the frozen weight W and the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -98,11 +101,8 @@ class LoRA(Tuning):
             from peft import LoraConfig
         except ImportError as error:
             raise ImportError("lora needs peft: pip install peft.") from error
-        if self.target_parameters and any(parameter.is_meta for parameter in model.parameters()):
-            raise ValueError(
-                "lora.target_parameters can only be trained in one process so far. Set trainer.strategy to auto and "
-                "trainer.devices to 1, or remove them."
-            )
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self.check_sharded()
         model.requires_grad_(False)
         if self.adapter is not None:
             saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
@@ -117,6 +117,7 @@ class LoRA(Tuning):
             config.init_lora_weights = True  # the folder's weights replace the initial ones
             config.inference_mode = False
             config.lora_dropout = 0.0
+            _adapt_layers_as_linear(config, model)
         else:
             targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
             config = LoraConfig(
@@ -130,6 +131,7 @@ class LoRA(Tuning):
         with _targets_as_given():
             model.add_adapter(config, _ADAPTER)
         setattr(model, ATTRIBUTE, self)
+        self._name_for_peft(model)
         self._check_targets(model)
         for name, module in model.named_modules():
             if name == _HEAD or name.endswith((".lora_A", ".lora_B")):
@@ -145,6 +147,24 @@ class LoRA(Tuning):
         adapted = {sources[0] for sources in self.sources(model).values() if len(sources) > 1}
         num, total = sum(sizes[name] for name in adapted), sum(sizes.values())
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
+
+    def _name_for_peft(self, model: PreTrainedModel) -> None:
+        """Names linear layers in the model's peft config so that peft does not take them for a mixture's fused experts.
+
+        peft takes every target that ends with a name such as `gate_proj` for the experts that transformers 5 fuses. It
+        takes a layer's weight, named as a parameter, for nothing else, and makes the same adapter for it.
+        """
+        config: Any = model.peft_config[_ADAPTER]
+        adapted = {name.partition(".lora_A.")[0] for name in self.sources(model, "added") if ".lora_A." in name}
+        linear = {name for name in adapted if not hasattr(model.get_submodule(name), "parameter_name")}
+        endings = {name.rpartition(".")[2] for name in linear}
+        taken_endings = {ending for ending in endings if _is_taken_for_experts(ending, config, model)}
+        taken = {name for name in linear if name.rpartition(".")[2] in taken_endings}
+        if taken:
+            config.target_modules = linear - taken
+            config.target_parameters = sorted(
+                {*(config.target_parameters or ()), *(f"{name}.weight" for name in taken)}
+            )
 
     def _check_targets(self, model: PreTrainedModel) -> None:
         """Raises ValueError if a target is missing, tied or not linear, or a folder's adapters are for other layers."""
@@ -189,6 +209,17 @@ class LoRA(Tuning):
                     f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
                     "from lora.target_modules, or use FSDP2Strategy."
                 )
+
+    def check_sharded(self) -> None:
+        names: Sequence[str] = self.target_parameters
+        if self.adapter is not None:
+            saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
+            names = saved.get("target_parameters") or ()
+        if any(not name.endswith(".weight") for name in names):  # otherwise linear layers, see `_name_for_peft`
+            raise ValueError(
+                f"lora.target_parameters={list(names)} can only be trained in one process so far. Set trainer.strategy "
+                "to auto and trainer.devices to 1, or remove them."
+            )
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         if not hasattr(module, "base_layer"):
@@ -293,7 +324,8 @@ class LoRA(Tuning):
             )
         downs = (name for name in self.sources(model, "added") if ".lora_A." in name)
         targets = sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in downs})
-        config = json.loads(self.saved_config(model, None)) | {"target_modules": targets}  # replaces peft's paths
+        named = {"target_modules": targets, "target_parameters": None}  # replaces peft's paths
+        config = json.loads(self.saved_config(model, None)) | named
         rank = config["r"]
         args = {
             "enable_lora": True,
@@ -326,10 +358,55 @@ class LoRA(Tuning):
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         (folder / self.config_file).write_text(config, encoding="utf-8")
 
+    def check_saved(self, base: PreTrainedModel, folder: Path) -> None:
+        from peft import PeftModel
+        from safetensors.torch import load_file
+
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is missing is listed below
+                loaded = PeftModel.from_pretrained(base, folder, low_cpu_mem_usage=True)
+            named = ((name.replace(f".{_ADAPTER}.", "."), value.shape) for name, value in loaded.named_parameters())
+            saved = load_file(folder / "adapter_model.safetensors")
+            differing = {pair for pair in named if ".lora_" in pair[0]} ^ {
+                (name, value.shape) for name, value in saved.items()
+            }
+            problem = f"{len(differing)} of its adapters differ, for example {min(differing)[0]}" if differing else ""
+        except (RuntimeError, ValueError) as error:  # a target or a shape that the model does not have
+            problem = str(error).splitlines()[-1].strip()
+        if problem:
+            raise ValueError(
+                f"peft {version('peft')} would read these adapters as another model: {problem}. Export the whole model "
+                "instead, with merged: true or lightrl export --merged."
+            )
+
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             self.save(tensors, config, Path(folder))
             LoRA(adapter=folder).add_to(model)
+
+
+def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:
+    """Targets linear layers as modules where `_name_for_peft` has named their weights as parameters."""
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    taken = linear.intersection(config.target_parameters or ())
+    if taken and not isinstance(config.target_modules, str):
+        config.target_modules = {*config.target_modules, *(name.removesuffix(".weight") for name in taken)}
+        config.target_parameters = sorted(set(config.target_parameters) - taken)
+
+
+def _is_taken_for_experts(target: str, config: Any, model: PreTrainedModel) -> bool:
+    """Whether peft, when it loads adapters, replaces this target by fused experts."""
+    conversion = _conversion_of_peft()
+    if conversion is None:
+        return False
+    alone = copy.copy(config)
+    alone.target_modules, alone.target_parameters = {target}, None
+    try:
+        conversion.convert_peft_config_for_transformers(alone, model, None)
+    except ValueError:  # peft cannot replace it without others
+        return True
+    return bool(alone.target_modules != {target})
 
 
 def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
@@ -355,9 +432,8 @@ def _excluded_from_all_linear(model: PreTrainedModel) -> list[str]:
 @contextlib.contextmanager
 def _targets_as_given() -> Iterator[None]:
     """Makes peft use the targets' names as given; otherwise it takes any `gate_proj` for one of fused experts."""
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
-    except ImportError:  # this release of peft does not convert names
+    conversion = _conversion_of_peft()
+    if conversion is None:
         yield
         return
     convert = conversion.convert_peft_config_for_transformers
@@ -366,6 +442,15 @@ def _targets_as_given() -> Iterator[None]:
         yield
     finally:
         conversion.convert_peft_config_for_transformers = convert
+
+
+def _conversion_of_peft() -> Any:
+    """Returns peft's module that converts the names of targets; None if this release of peft has none."""
+    try:
+        from peft.utils import transformers_weight_conversion
+    except ImportError:
+        return None
+    return transformers_weight_conversion
 
 
 def _initial_adapter(name: str, shape: torch.Size, seed: int) -> Tensor:

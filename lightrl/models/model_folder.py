@@ -136,6 +136,8 @@ class ModelDescription:
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
             tuning.save(tensors, config, folder)
+            if _OF_TRANSFORMERS.fullmatch(self.model_class):  # this needs no other code
+                tuning.check_saved(self._without_weights(), folder)
         else:
             model = self.build(tensors)
             save_model(model, folder)
@@ -154,23 +156,9 @@ class ModelDescription:
 
         if any(self._tuning().adds(name) for name in tensors):
             tensors = self._merged(tensors)
-        model_class = self._model_class()
-        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
-            (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
-            config = model_class.config_class.from_pretrained(folder)
-            generation_config = None
-            if self.generation_config is not None:
-                from transformers import GenerationConfig
-
-                (Path(folder) / "generation_config.json").write_text(self.generation_config, encoding="utf-8")
-                generation_config = GenerationConfig.from_pretrained(folder)
+        model = self._without_weights()
         dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-        config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
-        config._attn_implementation = "eager"  # no forward is run, and other implementations may load code from the hub
-        with torch.device("meta"):
-            model: PreTrainedModel = model_class(config)
-        if generation_config is not None:
-            model.generation_config = generation_config
+        model.config.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         try:
             unexpected = model.load_state_dict(dict(tensors), strict=False, assign=True).unexpected_keys
             problem = f"it has no {unexpected[0]!r}" if unexpected else ""
@@ -185,6 +173,27 @@ class ModelDescription:
                 f"The weights do not fit {self.model_class}: {problem}. Export with the transformers release that the "
                 "run used."
             )
+        return model
+
+    def _without_weights(self) -> PreTrainedModel:
+        """Builds the model on the meta device."""
+        import torch
+
+        model_class = self._model_class()
+        with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
+            (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
+            config = model_class.config_class.from_pretrained(folder)
+            generation_config = None
+            if self.generation_config is not None:
+                from transformers import GenerationConfig
+
+                (Path(folder) / "generation_config.json").write_text(self.generation_config, encoding="utf-8")
+                generation_config = GenerationConfig.from_pretrained(folder)
+        config._attn_implementation = "eager"  # no forward is run, and other implementations may load code from the hub
+        with torch.device("meta"):
+            model: PreTrainedModel = model_class(config)
+        if generation_config is not None:
+            model.generation_config = generation_config
         return model
 
     def _model_class(self) -> type[PreTrainedModel]:

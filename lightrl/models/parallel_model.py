@@ -25,8 +25,8 @@ class Outputs:
     logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
     entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
     values: Tensor | None = None  # [B, T] from a scalar head: of the state before `token_ids[b, t]` was sampled
-    # [B, T, K], nats, logprobs of the teacher's top-k tokens. The teacher returns their ids below; the trained policy
-    # reads them from `experience["teacher_topk_ids"]`.
+    # [B, T, K], nats, logprobs of top-k tokens. The teacher returns their ids below; the trained policy reads them from
+    # `experience["teacher_topk_ids"]`, or from the sampler's `experience["behavior_topk_ids"]`.
     teacher_topk: Tensor | None = None
     teacher_topk_ids: Tensor | None = None  # int64 [B, T, K], the most likely first; only from the teacher
 
@@ -45,17 +45,22 @@ Candidates = Tensor | int
 class ParallelModel(Protocol):
     """One model under one strategy, on any number of processes."""
 
+    def shares_prefixes(self, experience: Experience) -> bool:
+        """Whether the model computes tokens with which rows of this microbatch begin alike only once."""
+        ...
+
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterable[Outputs]:
         """Yields each microbatch's logprobs and entropy, and its top-k tokens with their logprobs; without gradient.
 
-        The caller must read all results. It should drop each before reading the next, to save device memory.
+        Without `topk`, a microbatch with `teacher_topk_ids` gets their logprobs, as in `forward_backward`. The caller
+        must read all results. It should drop each before reading the next, to save device memory.
         """
         ...
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         """Computes each microbatch's outputs and calls `backward` with their scalar loss from `loss_fn`.
 
-        If the microbatch has `teacher_topk_ids`, the outputs have `teacher_topk`.
+        If the microbatch has `teacher_topk_ids` or `behavior_topk_ids`, the outputs have `teacher_topk`.
         """
         ...
 

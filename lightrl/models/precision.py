@@ -1,4 +1,4 @@
-"""Keeps some modules in float32 when a model is rounded to bfloat16, and warns if updates would round away."""
+"""The dtype that a trainer computes in, modules that stay float32 in bfloat16 models, and updates that round away."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import Tensor
 
 _NUM_SAMPLED = 2**20  # maximum number of weights of a parameter to test
 _MOST = 0.9  # fraction of the weights that an update must be able to change
+
+
+def computing_dtype(precision: str, weights: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which a trainer of this `precision`, such as `bf16-mixed`, multiplies by its weights."""
+    return {"16": torch.float16, "bf16": torch.bfloat16}.get(precision.partition("-")[0], weights)
 
 
 def keep_float32(module: torch.nn.Module) -> None:

@@ -39,6 +39,9 @@ class Tuning:
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
 
+    def check_sharded(self) -> None:
+        """Raises ValueError if ranks cannot hold the added weights in shards."""
+
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         """Maps a linear layer's modules to their tensor-parallel style: `colwise`, `rowwise` or `replicate`."""
         return {name: style}
@@ -86,6 +89,9 @@ class Tuning:
     def save(self, tensors: Mapping[str, Tensor], config: str, folder: Path) -> None:
         """Writes the added parameters to an existing folder."""
         raise NotImplementedError
+
+    def check_saved(self, base: PreTrainedModel, folder: Path) -> None:
+        """Raises ValueError if other tools would read the saved folder as another model; `base` has no memory."""
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
         """Adds a checkpoint's extra parameters to the base `model`."""

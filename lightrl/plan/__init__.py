@@ -1,9 +1,11 @@
 """Estimates what a run needs: memory of its ranks and servers, communication, batch sizes. A leaf.
 
 Reading order:
-    costs.py        a strategy's costs, from a model's config
-    memory.py       the memory of a run's ranks and servers, and the settings to change if it is too small
+    sizes.py        a model's size: what its decoder layers have, counted in the model without memory
+    costs.py        a strategy's costs, from a model's size
+    memory.py       the memory of a run's ranks and servers
     speed.py        the time of an iteration by phase, and its cost, on known GPUs
+    advice.py       the layouts with which a run fits, and the settings to change if its memory is too small
     planned_run.py  makes a PlannedRun from a run's classes; in `fit`, chooses the settings that depend on GPU memory
 
 `lightrl plan`, `launch` and `doctor run` import it; `lightrl fit` uses its entry point (checks/entry_points.py).
@@ -11,16 +13,16 @@ Reading order:
 May import: everything up to trainer.
 """
 
+from lightrl.plan.advice import DEFAULT_GPU, Choice, Misfit, choices, misfits, settings_of, settings_text, smallest
 from lightrl.plan.costs import USABLE_FRACTION
 from lightrl.plan.memory import (
-    Misfit,
+    NODE_RANKS,
     PlannedRun,
     UnknownMemory,
     bytes_text,
     decoding_rows,
     engine_memory,
     memory_line,
-    misfits,
     num_devices,
     rank_memories,
     ranks_text,
@@ -30,6 +32,7 @@ from lightrl.plan.memory import (
 from lightrl.plan.planned_run import TrainerSettings, planned, use_estimate
 from lightrl.plan.speed import GPUS, MBU, MFU, Gpu, PlannedTime, planned_time
 
-__all__ = ["GPUS", "MBU", "MFU", "USABLE_FRACTION", "Gpu", "Misfit", "PlannedRun", "PlannedTime", "TrainerSettings"]
-__all__ += ["UnknownMemory", "bytes_text", "decoding_rows", "engine_memory", "memory_line", "misfits", "num_devices"]
-__all__ += ["planned", "rank_memories", "ranks_text", "planned_time", "role_cost", "rows_of", "use_estimate"]
+__all__ = ["DEFAULT_GPU", "GPUS", "MBU", "MFU", "NODE_RANKS", "USABLE_FRACTION", "Choice", "Gpu", "Misfit"]
+__all__ += ["PlannedRun", "PlannedTime", "TrainerSettings", "UnknownMemory", "bytes_text", "choices", "decoding_rows"]
+__all__ += ["engine_memory", "memory_line", "misfits", "num_devices", "planned", "planned_time", "rank_memories"]
+__all__ += ["ranks_text", "role_cost", "rows_of", "settings_of", "settings_text", "smallest", "use_estimate"]

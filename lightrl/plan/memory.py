@@ -1,22 +1,20 @@
 """Estimates the memory of a run's ranks and servers from each model's costs (plan/costs.py) and ranks.
 
 `lightrl plan`, `launch` and `doctor run` get their numbers from `rank_memories` and `engine_memory`, for a PlannedRun
-that planned_run.py reads from the run's classes; `misfits` looks for settings with which the run fits.
+that planned_run.py reads from the run's classes; advice.py looks for settings with which the run fits.
 """
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightrl.engines.engine import PlannedEngine
 from lightrl.models import RoleMesh
-from lightrl.models.expert_parallel import num_split_experts
 from lightrl.plan.costs import (
     TRAJECTORY_BYTES,
     USABLE_FRACTION,
@@ -25,19 +23,20 @@ from lightrl.plan.costs import (
     experience_bytes,
     fsdp2_cost,
     key_value_bytes,
-    num_parameters,
+    key_value_ranks,
     parallel_3d_cost,
     peak_bytes,
 )
-from lightrl.strategies.layouts.probes import may_be_cut
+from lightrl.plan.sizes import ModelSize
 from lightrl.strategies.offload import Offloadable
+from lightrl.trajectory import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-_MAX_RANKS = 4096  # the largest number that is tried
+NODE_RANKS = 8  # GPUs of a node, assumed
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -53,8 +52,7 @@ class PlannedRole:
     """A model and the ranks that hold it."""
 
     name: str
-    config: PretrainedConfig  # config of the text model
-    parameters: int
+    size: ModelSize
     trained: int  # number of trained parameters
     ranks: range
     mesh: RoleMesh | None = None
@@ -63,12 +61,29 @@ class PlannedRole:
     cp: int = 1
     width: int = 4  # bytes of a parameter
     waits_on_host: bool = False
-    expert_parameters: int = 0  # parameters of a mixture's experts
     is_compiled: bool = False  # torch.compile compiles the decoder layers
+
+    @property
+    def config(self) -> PretrainedConfig:
+        return self.size.config
+
+    @property
+    def parameters(self) -> int:
+        return self.size.parameters
 
     @property
     def dp(self) -> int:
         return max(1, len(self.ranks) // (self.pp * self.tp * self.cp))
+
+
+def trainer_sizing(run: PlannedRun) -> JsonObject:
+    """Returns the settings of the trainer for the run's ranks and servers, if no launch sets them."""
+    nodes = max(1, run.world // NODE_RANKS)
+    trainer: JsonObject = {"devices": run.world // nodes, "num_nodes": nodes}
+    if run.engine is not None and run.engine.place == "servers" and run.may_resize_servers:
+        sizes = {"servers": run.engine.servers, "tp": run.engine.tp}
+        trainer["engine"] = {"class_path": run.engine.name, "init_args": sizes}
+    return {"trainer": trainer}
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,10 @@ class PlannedRun:
     engine: PlannedEngine | None = None
     shares_gpus: bool = False  # the engine's servers are on the ranks' GPUs
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
+    inferring: Sequence[str] = ()  # the role of each forward pass between rollout and update
+    may_resize_servers: bool = True  # whether the engine starts its servers
+    refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
+    sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
 
     @property
     def trajectories(self) -> int:
@@ -136,8 +155,14 @@ class RoleCost:
     gathered: float
     activations: float
     logits: float
-    sent: float  # in one update
+    sent_dp: float  # in one update, of parameters and gradients
+    sent_near: float = 0.0  # in one update, between adjacent ranks: over tp, cp, ep or pp
+    num_microbatches: int = 1
     offloaded: float = 0.0  # activations on the host, each counted once
+
+    @property
+    def sent(self) -> float:
+        return self.sent_dp + self.sent_near
 
     @property
     def working(self) -> float:
@@ -147,50 +172,40 @@ class RoleCost:
 
 def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     """Estimates a role's bytes; raises ValueError if the model cannot be split this way."""
-    config, is_trained = role.config, role.trained > 0
+    size, is_trained = role.size, role.trained > 0
     tokens = max(run.update_tokens, role.dp * run.longest)
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps nothing, but each layer needs as much in its forward as a checkpointed layer recomputes.
     keeps = is_trained and "activations" not in run.offloads
     checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
-    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp, role.is_compiled)
-    share, gathered, sent = 1.0, 0.0, 0.0
-    num_layers = config.num_hidden_layers if keeps else 0
+    ep = run.ep if run.layout == "FSDP2" and size.expert_parameters else 1
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp, ep, role.is_compiled)
+    share, gathered, cost = 1.0, 0.0, None
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
     actual_work = replace(work, checkpoint_activations=run.checkpoint_activations)
     waits = is_trained and not keeps
-    offloaded = activation_bytes(config, microbatch, config.num_hidden_layers, actual_work) if waits else 0.0
-    activations, logits = peak_bytes(config, microbatch, num_layers, work)
+    offloaded = activation_bytes(size, microbatch, 1.0, actual_work) if waits else 0.0
+    activations, logits = peak_bytes(size, microbatch, 1.0 if keeps else 0.0, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
         work = replace(actual_work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
-        actual_cost, reduced_cost = (
-            fsdp2_cost(config, shards, work, reduce_every_microbatch=each)
-            for each in (run.reduce_every_microbatch, True)
-        )
+        cost = fsdp2_cost(size, shards, work, reduce_every_microbatch=run.reduce_every_microbatch)
         share = 1 / shards
-        gatherable = role.parameters - role.expert_parameters * (1 - 1 / run.ep)  # a rank gathers only its experts
-        # the costs count one dense feed-forward layer instead of a mixture's experts
-        uncounted = max(0.0, gatherable - num_parameters(config)) if role.expert_parameters else 0.0
-        waiting = actual_cost.gathered_bytes - reduced_cost.gathered_bytes  # whole gradients
-        waiting += role.width * uncounted if waiting else 0.0
-        layers = reduced_cost.gathered_bytes + 2 * compute * uncounted / config.num_hidden_layers  # of two layers
-        whole = compute * gatherable if run.keeps_gathered else 0
-        gathered = max(layers, whole) + waiting * role.trained / role.parameters
-        sent = actual_cost.sent_bytes
+        whole = compute * size.gathered(ep) if run.keeps_gathered else 0
+        gathered = max(cost.gathered_bytes, whole) + cost.gradient_bytes * role.trained / role.parameters
     elif run.layout == "3D":
-        cost = parallel_3d_cost(config, role.pp, role.dp, role.tp, work)
-        share = cost.state_bytes / (4 * role.width * num_parameters(config))
+        cost = parallel_3d_cost(size, role.pp, role.dp, role.tp, work)
+        share = cost.state_bytes / (4 * role.width * size.parameters)
         gathered = cost.gathered_bytes if is_trained else cost.gathered_bytes / 2
         activations = cost.activation_bytes if is_trained else activations / role.tp
         logits = logits / role.tp
-        sent = cost.sent_bytes
     trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
     trained = trained_width * role.trained * share
     weights = role.width * (role.parameters - role.trained) * share + trained
-    sent = sent if is_trained else 0.0
-    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, sent, offloaded)
+    sent = (cost.sent_dp, cost.sent_tp + cost.sent_pp) if cost is not None and is_trained else (0.0, 0.0)
+    num = math.ceil(tokens / role.dp / run.microbatch)
+    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, *sent, num, offloaded)
 
 
 @dataclass(frozen=True)
@@ -257,7 +272,7 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
     policy = run.roles[0]
     config = policy.config
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
-    key_values = key_value_bytes(config, engine.width) * tokens / min(engine.tp, int(config.num_key_value_heads))
+    key_values = key_value_bytes(config, engine.width) * tokens / key_value_ranks(config, engine.tp)
     ends = config.vocab_size * config.hidden_size * (1 if getattr(config, "tie_word_embeddings", False) else 2)
     layer_width = 1 if engine.is_block_fp8 else engine.width
     return (layer_width * (policy.parameters - ends) + engine.width * ends) / engine.tp, key_values
@@ -285,7 +300,7 @@ def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cu
     if not fits(run) and may_checkpoint:
         run = replace(run, checkpoint_activations=True)
     if not fits(run) and may_cut and run.batches_per_update is None:
-        tokens = _largest(run.microbatch, lambda size: replace(run, microbatch_tokens=size), fits)
+        tokens = largest(run.microbatch, lambda size: replace(run, microbatch_tokens=size), fits)
         run = replace(run, microbatch_tokens=tokens or run.microbatch_tokens)
     return run
 
@@ -310,138 +325,7 @@ def memory_line(run: PlannedRun) -> str:
     return f"{line}; of a server's GPU: {bytes_text(engine_memory(run, run.engine)[0])} for weights, besides its cache."
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """Ranks or a server that need more memory than a GPU has, and a setting that helps."""
-
-    where: str
-    device: dict[str, float]  # bytes by cause
-    usable: float
-    device_bytes: float
-    fix: str
-
-    @property
-    def cause(self) -> str:
-        return max(self.device, key=self.device.__getitem__)
-
-    @property
-    def text(self) -> str:
-        names = sorted(self.device, key=self.device.__getitem__, reverse=True)
-        parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in names)
-        total, usable, given = map(bytes_text, (sum(self.device.values()), self.usable, self.device_bytes))
-        need = "need" if self.where.startswith("ranks") else "needs"
-        return f"{self.where} {need} {total} ({parts}), but {usable} of {given} are usable; {self.fix}"
-
-
-def misfits(run: PlannedRun, device_bytes: float) -> Iterator[Misfit]:
-    """Yields ranks and servers that need more than the usable part of a GPU's memory."""
-    usable = USABLE_FRACTION * device_bytes
-    for index, memory in enumerate(rank_memories(run)):
-        if memory.total > usable:
-            fix = _fix(run, index, usable)
-            yield Misfit(ranks_text(memory.ranks), memory.device, usable, device_bytes, fix)
-    engine = run.engine
-    if engine is None or engine.place != "servers":
-        return
-    weights, key_values = engine_memory(run, engine, rows=1)
-    if weights + key_values > usable:
-        heads = int(run.roles[0].config.num_attention_heads)
-        sizes = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
-        enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= usable)
-        tp = next(enough, None)
-        fix = "use a smaller model" if tp is None else f"set trainer.engine's tp, or launch.tp, to at least {tp}"
-        used = {"weights": weights, "key-values of one trajectory": key_values}
-        yield Misfit("a server's GPU", used, usable, device_bytes, fix)
-
-
-def _fix(run: PlannedRun, index: int, usable: float) -> str:
-    """Returns the first change of settings that makes the ranks of `rank_memories(run)[index]` fit.
-
-    If no setting is enough, returns the smallest number of devices, with the settings that need the fewest.
-    """
-    rank = rank_memories(run)[index].ranks.start
-
-    def fits(changed: PlannedRun) -> bool:
-        return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= usable
-
-    for settings, changed in _strategy_changes(run):
-        if fits(changed):
-            return f"set {settings}"
-        for text, most, resized in _numeric_settings(changed):
-            number = _largest(most, resized, fits)
-            if number:
-                return f"set {' and '.join(filter(None, (settings, text)))} to at most {number}"
-    if all(role.ranks == range(run.world) for role in run.roles):
-        policy = run.roles[0]
-        strategy = "trainer.strategy to FSDP2Strategy" if run.layout == "whole" else ""
-        worlds, fix = range(2 * run.world, _MAX_RANKS + 1, run.world), ""
-        for settings, changed in _strategy_changes(replace(run, layout="FSDP2") if strategy else run):
-            resized = functools.partial(changed.over, pp=policy.pp, tp=policy.tp)
-            if worlds and fits(resized(worlds[-1])):
-                world = next(world for world in worlds if fits(resized(world)))
-                worlds = range(2 * run.world, world, run.world)  # a setting is cheaper than devices
-                devices = f"trainer.devices · trainer.num_nodes to at least {world}"
-                fix = f"set {' and '.join(filter(None, (strategy, settings, devices)))}"
-        if fix:
-            return fix
-    return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
-
-
-def _strategy_changes(run: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
-    """Yields settings of the strategy that need less memory, those that cost least time first, and the changed run."""
-    flags = {"activation_checkpointing": "checkpoint_activations", "reduce_every_microbatch": "reduce_every_microbatch"}
-    num_flags = {"whole": 0, "3D": 1, "FSDP2": 2}[run.layout]
-    unset = [name for name in list(flags)[:num_flags] if not getattr(run, flags[name])]
-    sizes: list[tuple[dict[str, str], PlannedRun]] = [({}, run)]
-    if run.layout == "FSDP2" and all(role.mesh is None for role in run.roles):
-        sizes += [({"ep": str(ep)}, replace(run, ep=ep)) for ep in _expert_splits(run)]
-        heads = [int(role.config.num_attention_heads) for role in run.roles]
-        cuts = run.batches_per_update is None and all(may_be_cut(role.config) for role in run.roles)
-        for cp in _divisors(math.gcd(run.world, *heads), above=run.roles[0].cp) if cuts else ():
-            sizes.append(({"cp": str(cp)}, replace(run, roles=tuple(replace(role, cp=cp) for role in run.roles))))
-    for settings, changed in sizes:
-        for num in range(len(unset) + 1):
-            values = dict.fromkeys(unset[:num], "true") | settings
-            text = " and ".join(f"trainer.strategy's {name} to {value}" for name, value in values.items())
-            fields: dict[str, Any] = {flags[name]: True for name in unset[:num]}
-            yield text, replace(changed, **fields)
-
-
-def _expert_splits(run: PlannedRun) -> list[int]:
-    """Returns the larger values of `ep` that FSDP2Strategy accepts."""
-    mixtures = [role for role in run.roles if role.expert_parameters]
-    if not mixtures or "parameters" in run.offloads or any(role.is_compiled for role in run.roles):
-        return []
-    try:
-        experts = [num_split_experts(role.config) for role in mixtures]
-    except ValueError:  # transformers cannot divide this family's experts
-        return []
-    return _divisors(math.gcd(run.world // run.num_replicas, *experts), above=run.ep)
-
-
-def _divisors(number: int, *, above: int) -> list[int]:
-    return [size for size in range(above + 1, number + 1) if number % size == 0]
-
-
-def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
-    """Yields a setting's name, its largest value with an effect, and a function that returns the run with a value."""
-    engine = run.engine
-    if engine is not None and engine.place == "rank 0":
-        rows = rows_of(run, engine)
-        yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
-    if run.batches_per_update is not None:
-        dp, each = run.roles[0].dp, run.longest * run.group_size
-
-        def of_batch(size: int) -> PlannedRun:
-            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
-
-        yield "data.batch_size", run.prompts or 1, of_batch
-        return
-    tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
-    yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)
-
-
-def _largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
+def largest(most: int, resized: Callable[[int], PlannedRun], fits: Callable[[PlannedRun], bool]) -> int:
     """Returns the largest size below `most` that fits, or 0 if none does; `most` itself does not fit."""
     return bisect.bisect_left(range(1, most), True, key=lambda size: not fits(resized(size)))
 

@@ -6,26 +6,28 @@ without memory; it uses no device.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from transformers import PretrainedConfig
 
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
 from lightrl.data import PairBatch, TrajectoryDataModule
-from lightrl.engines import LocalEngine, RolloutEngine
+from lightrl.engines import LocalEngine, RolloutEngine, ServerEngine
 from lightrl.functional import can_compile
 from lightrl.models import Role
-from lightrl.models.moe import moe_blocks
 from lightrl.module import RLModule
 from lightrl.plan import memory
 from lightrl.plan.memory import PlannedRole, PlannedRun, UnknownMemory, num_devices
+from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.layouts.probes import may_be_compiled
@@ -67,15 +69,23 @@ class TrainerSettings:
         if isinstance(strategy, str):
             strategy = SimpleNamespace(root_device=all_devices[0])
         strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
+        precision = str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true"))
+        strategy.precision_plugin = _precision(precision)  # which its checks of sizes read
         return cls(
             strategy=strategy,
             engine=section.get("engine"),
             callbacks=callbacks if isinstance(callbacks, list) else [callbacks],
-            precision=str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true")),
+            precision=precision,
             num_devices=num,
             num_nodes=nodes,
             accumulate_grad_batches=int(section.get("accumulate_grad_batches") or 1),
         )
+
+
+def _precision(name: str) -> Precision:
+    plugin = Precision()
+    plugin.precision = cast("Any", name)
+    return plugin
 
 
 def planned(module: Any, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
@@ -128,17 +138,18 @@ def use_estimate(module: Any, trainer: Any, data: Any, device_bytes: float, give
 
 def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
     """Plans a run with rollouts; see `planned`."""
-    if isinstance(trainer.strategy, FSDP2Strategy) and reads_models:
-        trainer.strategy.check_sizes(module)
     models = {name: role for name, role in module.models().items() if role.spec.url is None}
     trained = module.trained_roles()
     averages = set(module.saved_roles()) - set(trained)
-    settings = _of_trainer(trainer, models, trained, averages, reads_models=reads_models)
+    settings = _of_trainer(module, trainer, models, trained, averages, reads_models=reads_models)
     prompt_tokens, source = _bound(data, "max_prompt_tokens", module if reads_models else None)
     new_tokens = module.sampling.max_new_tokens
     context = (module.context_tokens if reads_models else None) or prompt_tokens + new_tokens
     controls = [item.max_staleness for item in trainer.callbacks if isinstance(item, StalenessControl)]
     is_recorded = isinstance(data, TrajectoryDataModule)
+    engine = trainer.engine or LocalEngine()
+    engine.trainer_precision = str(trainer.precision)
+    calls = module.data_flow(from_file=is_recorded).calls
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -153,15 +164,15 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
-        engine=None
-        if is_recorded
-        else (trainer.engine or LocalEngine()).planned(trainer.strategy.root_device, settings["roles"][0].parameters),
+        inferring=[call.role for call in calls if call.kind == "infer" and call.role and call.url is None],
+        may_resize_servers=isinstance(trainer.engine, ServerEngine) and trainer.engine.source.urls is None,
+        engine=None if is_recorded else engine.planned(trainer.strategy.root_device, settings["roles"][0].parameters),
     )
 
 
 def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads_models: bool = True) -> PlannedRun:
     """Plans a module that trains on data: each batch is one microbatch, padded to its longest row."""
-    settings = _of_trainer(trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
+    settings = _of_trainer(module, trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
     longest, source = _bound(data, "max_tokens", module if reads_models else None)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
     share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
@@ -181,6 +192,7 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads
 
 
 def _of_trainer(
+    module: RLModule | SupervisedModule,
     trainer: Any,
     models: Mapping[str, Role],
     trained: Collection[str],
@@ -188,8 +200,17 @@ def _of_trainer(
     *,
     reads_models: bool,
 ) -> dict[str, Any]:
-    """Returns the fields of a PlannedRun for strategy and models; roles in `averages` hold averaged float32 weights."""
+    """Returns the fields of a PlannedRun for strategy and models; roles in `averages` hold averaged float32 weights.
+
+    Raises:
+        ValueError: if the strategy cannot split the models.
+    """
     strategy, precision = trainer.strategy, str(trainer.precision)
+    if isinstance(strategy, FSDP2Strategy) and reads_models:
+        try:
+            strategy.check_sizes(module)
+        except OSError as error:  # it needs a configuration
+            raise UnknownMemory(error) from error
     is_split, is_3d = isinstance(strategy, FSDP2Strategy), isinstance(strategy, Parallel3DStrategy)
     world = trainer.num_devices * trainer.num_nodes
     is_half = precision in ("bf16-true", "16-true")
@@ -215,7 +236,31 @@ def _of_trainer(
         "num_replicas": strategy.num_replicas if is_split else 1,
         "ep": strategy.ep if is_split else 1,
         "offloads": strategy.offload_to_cpu if is_split and strategy.root_device.type != "cpu" else (),
+        "refusal": _refusals(module, strategy, precision),
     }
+
+
+def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRun], str | None]:
+    """Returns a function that asks the strategies whether they accept a run's sizes."""
+    compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
+
+    @functools.cache
+    def refusal(layout: str, world: int, pp: int, tp: int, **options: Any) -> str | None:
+        other: Any = Parallel3DStrategy(pp=pp, tp=tp) if layout == "3D" else FSDP2Strategy(**options)
+        other.parallel_devices, other.num_nodes = [strategy.root_device] * world, 1
+        other.precision_plugin = _precision(precision)
+        try:
+            other.check_sizes(module)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def of_run(run: PlannedRun) -> str | None:
+        free = next((role for role in run.roles if role.mesh is None), run.roles[0])
+        options = {"num_replicas": run.num_replicas, "cp": free.cp, "ep": run.ep, "compile_layers": compiles}
+        return refusal(run.layout, run.world, free.pp, free.tp, **options, offload_to_cpu=tuple(run.offloads))
+
+    return of_run
 
 
 def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRole:
@@ -224,7 +269,8 @@ def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRol
     split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
     pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
     ranks = range(world) if role.mesh is None else role.mesh.ranks(world)
-    return PlannedRole(name, PretrainedConfig(), 0, 0, ranks, role.mesh, pp, tp, cp, waits_on_host=role.offload)
+    size = ModelSize(PretrainedConfig(), (), 0)
+    return PlannedRole(name, size, 0, ranks, role.mesh, pp, tp, cp, waits_on_host=role.offload)
 
 
 def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
@@ -239,19 +285,19 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
             f"the {placed.name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need."
         )
     model = empty_model(role)
-    parameters = sum(value.numel() for value in model.parameters())
+    try:
+        size = ModelSize.of(model)
+    except ValueError as error:
+        raise UnknownMemory(f"{placed.name}: {error}") from error
     trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-    experts: list[Any] = [block.experts for block in moe_blocks(model).values()]
     compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
     if compiles is None:  # assumes that torch.compile works; `use_estimate` asks the GPU
         is_3d = isinstance(strategy, Parallel3DStrategy)
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
     return replace(
         placed,
-        config=model.config.get_text_config(),
-        parameters=parameters,
+        size=size,
         trained=trained if is_trained else 0,
-        expert_parameters=sum(value.numel() for part in experts for value in part.parameters()),
         is_compiled=compiles,
         width=2 if is_half else next(model.parameters()).element_size(),
     )
@@ -270,4 +316,5 @@ def _num_scores(module: RLModule) -> int:
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large
-    return sum(listed.get(key, 1) for key in outputs) + len(module.advantage_keys)
+    sampled = 3 * module.sampling.topk_logprobs  # behavior_topk_ids, which are int64 too, and behavior_topk_logprobs
+    return sum(listed.get(key, 1) for key in outputs) + sampled + len(module.advantage_keys)

@@ -7,18 +7,14 @@ bytes at the link's bandwidth, during the compute. tests/plan/test_speed.py comp
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightrl.plan.memory import PlannedRole, PlannedRun, decoding_rows, engine_memory, role_cost, rows_of
-from lightrl.strategies.parallel_3d import head_size, layer_parameters
+from lightrl.plan.memory import NODE_RANKS, PlannedRole, PlannedRun, decoding_rows, engine_memory, role_cost, rows_of
+from lightrl.strategies.parallel_3d import head_size
 
 MFU, MBU = 0.4, 0.6  # assumed shares of the peak FLOP/s and of the memory's bandwidth
 # LocalEngine's decode step waits for kernel launches: 15.57 ms for 28 layers (`sdpa_4d` in benchmarks/gpu/h200.jsonl).
 LOCAL_LAYER_S = 15.57e-3 / 28
-NETWORK_BYTES_PER_S = 50e9  # per GPU beyond a node: 400 Gbit/s
-_NODE_RANKS = 8
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in configs
 
 
 @dataclass(frozen=True)
@@ -29,16 +25,27 @@ class Gpu:
     flops_per_s: float  # dense bfloat16
     bytes_per_s: float  # of its memory
     link_bytes_per_s: float  # to the other GPUs of its node, in one direction
+    network_bytes_per_s: float = 50e9  # to other nodes: one adapter of 400 Gbit/s per GPU
+    host_bytes_per_s: float = 64e9  # to the host's memory, in one direction
+
+    def gather_bytes_per_s(self, ranks: int) -> float:
+        """Returns the bandwidth of gathers over all ranks: a node receives one copy, through all its adapters."""
+        network = NODE_RANKS * self.network_bytes_per_s
+        return self.link_bytes_per_s if ranks <= NODE_RANKS else min(self.link_bytes_per_s, network)
+
+    def near_bytes_per_s(self, ranks: int) -> float:
+        """Returns the bandwidth between `ranks` adjacent ranks, each of which sends its own data."""
+        return self.link_bytes_per_s if ranks <= NODE_RANKS else self.network_bytes_per_s
 
 
 # Source: NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ a100, h100, h200, hgx (B200) and l40s; dense
 # FLOP/s are half of those with sparsity, one direction of a link is half of its total.
 GPUS = {
-    "A100": Gpu("NVIDIA A100-SXM4-80GB", 312e12, 2.04e12, 300e9),
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", 312e12, 2.04e12, 300e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9),
     "H100": Gpu("NVIDIA H100 80GB HBM3", 989e12, 3.35e12, 450e9),
     "H200": Gpu("NVIDIA H200", 989e12, 4.8e12, 450e9),
     "B200": Gpu("NVIDIA B200", 2250e12, 8.0e12, 900e9),
-    "L40S": Gpu("NVIDIA L40S", 362e12, 0.864e12, 32e9),
+    "L40S": Gpu("NVIDIA L40S", 362e12, 0.864e12, 32e9, network_bytes_per_s=25e9, host_bytes_per_s=32e9),
 }
 
 
@@ -64,33 +71,39 @@ class PlannedTime:
         return each, each / self.trained_tokens * 1e6
 
 
-def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None, inferring: Sequence[str] = ()) -> PlannedTime:
+def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> PlannedTime:
     """Predicts the time of an iteration, or of an update of a run that trains on data.
+
+    Gathers over all ranks overlap the compute. What adjacent ranks exchange, copies to the host and a pipeline's idle
+    time come on top.
 
     Args:
         device_bytes: memory of each GPU, which limits the rows that a server decodes at once; None: it does not.
-        inferring: the role of each forward pass between rollout and update.
-
-    Raises:
-        ValueError: if a mixture's config does not say how many experts a token uses.
     """
     roles = {role.name: role for role in run.roles}
     rate = gpu.flops_per_s * MFU
-    link = gpu.link_bytes_per_s if run.world <= _NODE_RANKS else min(gpu.link_bytes_per_s, NETWORK_BYTES_PER_S)
+    link = gpu.gather_bytes_per_s(run.world)
     batches = run.batches_per_update or 1
     updates = run.num_minibatches * run.update_epochs
-    update = compute = 0.0
+    update = waiting = exchanged = 0.0
     for role in (role for role in run.roles if role.trained):
         # a backward is two passes, or one if most weights have no gradient; checkpointing repeats the forward
         passes = (3 if role.trained == role.parameters else 2) + run.checkpoint_activations
         compute_s = run.update_epochs * batches * passes * pass_flops(run, role) / len(role.ranks) / rate
-        compute += compute_s
-        update += max(compute_s, updates * role_cost(run, role).sent / link)
-    limit = "" if update == compute else ", limited by communication"
+        cost, near = role_cost(run, role), role.tp * role.cp * run.ep
+        idle = compute_s * (role.pp - 1) / cost.num_microbatches
+        copied = 2 * cost.moments * ("optimizer" in run.offloads) + 2 * cost.offloaded * cost.num_microbatches
+        exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near) + copied / gpu.host_bytes_per_s
+        gathering_s = updates * cost.sent_dp / link
+        waiting += max(0.0, gathering_s - compute_s - idle)
+        exchanged += updates * exchanged_s
+        update += max(compute_s + idle, gathering_s) + updates * exchanged_s
+    limit = ", limited by communication" if waiting else ""
+    limit += f"; exchanges with neighbors and the host {exchanged:.3g} s" if exchanged else ""
     phases = [("update", update, f"{2 * passes} · parameters · tokens, and attention, at {MFU:.0%} MFU{limit}")]
-    if inferring:
-        seconds = sum(pass_flops(run, roles[name]) / len(roles[name].ranks) / rate for name in inferring)
-        phases.insert(0, ("score", seconds, f"{len(inferring)} forward passes: {', '.join(inferring)}"))
+    if run.inferring:
+        seconds = sum(pass_flops(run, roles[name]) / len(roles[name].ranks) / rate for name in run.inferring)
+        phases.insert(0, ("score", seconds, f"{len(run.inferring)} forward passes: {', '.join(run.inferring)}"))
     engine, generated = run.engine, _generated(run)
     num_gpus = run.world
     if engine is not None:
@@ -102,7 +115,7 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None, inferrin
         waves = math.ceil(share / rows)
         weights, key_values = engine_memory(run, engine, rows)
         read = weights + key_values * (1 - generated / 2 / run.longest)  # the average over the steps
-        token_flops = 2 * (layer_parameters_in_use(run.roles[0]) + _ends(run.roles[0])) / engine.tp
+        token_flops = 2 * (run.roles[0].size.used_in_layers + _ends(run.roles[0])) / engine.tp
         memory_s, compute_s = read / (gpu.bytes_per_s * MBU), token_flops * rows / rate
         step = max(memory_s, compute_s)
         cause = f"memory at {MBU:.0%} of its bandwidth" if memory_s > compute_s else f"compute at {MFU:.0%} MFU"
@@ -114,7 +127,9 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None, inferrin
             f"{waves} x {generated:,} steps of {rows:,} rows in {step * 1e3:.1f} ms ({cause}); prefill {prefill:.1f} s"
         )
         phases.insert(0, ("rollout", waves * generated * step + prefill, text))
-        phases.append(("sync", weights / link, "weights over the link; a shared disk is slower"))
+        phases.append(
+            ("sync", weights / gpu.near_bytes_per_s(run.world), "weights over the link; a shared disk is slower")
+        )
     trained = run.trajectories * generated
     overlaps = run.max_staleness > 0 and not run.shares_gpus and engine is not None and engine.place != "rank 0"
     tokens = run.trajectories * run.longest * batches
@@ -124,21 +139,9 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None, inferrin
 def pass_flops(run: PlannedRun, role: PlannedRole) -> float:
     """Returns the FLOPs of a forward over all trajectories of an iteration, or over a batch of data."""
     config, num = role.config, run.trajectories
-    matrices = layer_parameters_in_use(role) * num * run.longest + _ends(role) * num * _generated(run)
+    matrices = role.size.used_in_layers * num * run.longest + _ends(role) * num * _generated(run)
     attention = config.num_hidden_layers * config.num_attention_heads * head_size(config) * num * run.longest**2
     return float(2 * matrices + 2 * attention)
-
-
-def layer_parameters_in_use(role: PlannedRole) -> float:
-    """Returns the parameters in layers that each token uses."""
-    config, ends = role.config, _ends(role) * (1 if getattr(role.config, "tie_word_embeddings", False) else 2)
-    if not role.expert_parameters:
-        return float(config.num_hidden_layers * layer_parameters(config))
-    used = getattr(config, "num_experts_per_tok", None)
-    total = next((number for name in _EXPERTS if (number := getattr(config, name, None))), None)
-    if used is None or total is None:
-        raise ValueError(f"No time is predicted: the config of {role.name} does not say how many experts a token uses.")
-    return float(role.parameters - ends - role.expert_parameters * (1 - used / total))
 
 
 def _ends(role: PlannedRole) -> int:

@@ -21,7 +21,7 @@ import string
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, names_of
 from lightrl.checks.printable import count_text
@@ -66,6 +66,10 @@ class LLMJudge:
             and the prompt's fields are filled in. A completion that is only thinking is not sent; it scores lowest.
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts.
+        criteria: the column of the data with a row's own criteria, each `{name: ..., description: ..., weight: 1}`. If
+            the rubric contains {criteria}, one answer scores all, with a line `name: score` for each; if it contains
+            {criterion}, each has a request of its own. The reward is their weighted mean, and each criterion's score,
+            scaled to [0, 1], is a metric under its name. A criterion without a readable score drops the trajectory.
         score_range: the scores that become the rewards 0 and 1; a score outside is an error.
         api_key_variable: the environment variable that contains the key; without it no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
@@ -84,6 +88,7 @@ class LLMJudge:
         rubric: str,
         system: str | None = None,
         score_pattern: str = _SCORE,
+        criteria: str | None = None,
         score_range: Sequence[float] = (0.0, 10.0),
         api_key_variable: str = "OPENAI_API_KEY",
         max_concurrent: int = 16,
@@ -100,6 +105,13 @@ class LLMJudge:
             raise ValueError(f"score_pattern={score_pattern!r} must have a group around the score.")
         check_bounds(1, max_concurrent=max_concurrent, max_tokens=max_tokens)
         self._names = names_of(rubric, "rubric")
+        self._criteria = criteria
+        filled = {"criteria", "criterion"} & {*self._names}
+        if (criteria is None and filled) or (criteria is not None and len(filled) != 1):
+            raise ValueError(
+                f"rubric must contain {{criteria}} or {{criterion}} if criteria names a column, and neither otherwise, "
+                f"got criteria={criteria!r} and {sorted(filled)}."
+            )
         if taken := {"model", "messages", "stream", "n"} & {*(request or {})}:
             raise ValueError(f"request must not contain {sorted(taken)}, which LLMJudge sets itself. Remove them.")
         self._url = url.rstrip("/") + "/chat/completions"
@@ -115,7 +127,7 @@ class LLMJudge:
         self._max_concurrent = max_concurrent
         self._slots: asyncio.Semaphore | None = None
         self._session: aiohttp.ClientSession | None = None
-        self._cache: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[list[float], str]] = OrderedDict()
         self._cache_size = cache_size
 
     async def __call__(self, trajectory: Trajectory) -> dict[str, float | str | None]:
@@ -123,30 +135,60 @@ class LLMJudge:
 
         Waits for a free slot and for the endpoint; on cancellation the request is abandoned.
         """
+        if self._criteria is not None:
+            return await self._score_criteria(trajectory, self._criteria)
         question = self._fill_rubric(trajectory)
         if trajectory.completion and not trajectory.answer:
             return {"reward": 0.0, "score": self._low, "extracted": None}
+        (score,), answer = await self._scores_of(question, trajectory)
+        return {"reward": self._scaled(score), "score": score, "extracted": answer}
+
+    async def _score_criteria(self, trajectory: Trajectory, column: str) -> dict[str, float | str | None]:
+        weights, texts = _criteria_of(trajectory, column)
+        names = list(weights)
+        if trajectory.completion and not trajectory.answer:
+            return {"reward": 0.0, **dict.fromkeys(names, 0.0), "extracted": None}
+        if "criteria" in self._names:
+            listed = "\n".join(f"- {name}: {text}" for name, text in texts.items())
+            scores, answer = await self._scores_of(self._fill_rubric(trajectory, criteria=listed), trajectory, names)
+        else:
+            questions = [self._fill_rubric(trajectory, criterion=f"{name}: {text}") for name, text in texts.items()]
+            results = await asyncio.gather(*(self._scores_of(question, trajectory) for question in questions))
+            scores, answer = [found for (found,), _ in results], "\n".join(text for _, text in results)
+        metrics = dict(zip(names, map(self._scaled, scores), strict=True))
+        reward = sum(weights[name] * metrics[name] for name in names) / sum(weights.values())
+        return {"reward": reward, **metrics, "extracted": answer}
+
+    def _scaled(self, score: float) -> float:
+        return (score - self._low) / (self._high - self._low)
+
+    async def _scores_of(
+        self, question: str, trajectory: Trajectory, names: Sequence[str] = ()
+    ) -> tuple[list[float], str]:
+        """Returns the score of each name, or one score without names, and the answer that contains them."""
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
         if key not in self._cache:
             if self._slots is None:
                 self._slots = asyncio.Semaphore(self._max_concurrent)
             async with self._slots:
-                self._cache[key] = self._read_score(await self._ask(question, trajectory), trajectory)
+                answer = await self._ask(question, trajectory)
+                lines = [_line_of(name, answer, trajectory) for name in names] if names else [answer]
+                self._cache[key] = [self._read_score(line, trajectory)[0] for line in lines], answer
         self._cache.move_to_end(key)
-        score, answer = self._cache[key]
+        found = self._cache[key]
         while len(self._cache) > self._cache_size:
             self._cache.popitem(last=False)
-        return {"reward": (score - self._low) / (self._high - self._low), "score": score, "extracted": answer}
+        return found
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    def _fill_rubric(self, trajectory: Trajectory) -> str:
+    def _fill_rubric(self, trajectory: Trajectory, **criteria: str) -> str:
         prompt = trajectory.prompt
         values = {name: chat_as_text(prompt.fields[name]) for name in self._names if name in prompt.fields}
         values |= {"completion": trajectory.answer, "thinking": trajectory.thinking}
-        values |= {"prompt": prompt.text() if prompt.messages else ""}
+        values |= {"prompt": prompt.text() if prompt.messages else "", **criteria}
         try:
             return _Formatter().format(self._rubric, **values)
         except (KeyError, ValueError, TypeError) as error:
@@ -231,6 +273,37 @@ class LLMJudge:
                 f"score_range={[self._low, self._high]}. State the range in the rubric, or change score_range."
             )
         return score, answer
+
+
+def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns the weight and the description of each criterion in a column of the prompt's row, by name."""
+    rows: Any = trajectory.prompt.fields.get(column)
+    weights, texts = {}, {}
+    try:
+        weights = {str(row["name"]): float(row.get("weight", 1)) for row in rows}
+        texts = {str(row["name"]): str(row.get("description", "")) for row in rows}
+        has_own_names = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()
+        is_valid = bool(weights) and has_own_names and all(0 < weight < 1e9 for weight in weights.values())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise RewardError(
+            f"criteria={column!r} must be a column with a list of {{name, description, weight}}, with different names "
+            f"and weights above 0, but {label(trajectory)} has {rows!r:.200}.",
+            reason="invalid",
+        )
+    return weights, texts
+
+
+def _line_of(name: str, answer: str, trajectory: Trajectory) -> str:
+    """Returns the text after `name:` in its last line of an LLM judge's answer, as the text of one score."""
+    found = re.findall(rf"(?im)^\W*{re.escape(name)}\W*?[:=](.*)$", split_thinking(answer)[1])
+    if not found:
+        raise RewardError(
+            f"The LLM judge's answer for {label(trajectory)} has no line `{name}: score`: {answer[-_MAX_SHOWN:]!r}. "
+            "Ask for such a line for each criterion in the rubric, or increase max_tokens."
+        )
+    return f"score: {found[-1]}"
 
 
 class _Formatter(string.Formatter):

@@ -1,7 +1,7 @@
-"""FailureLog: writes the trajectories on which a reward failed; replay: recomputes their rewards.
+"""FailureLog: writes the trajectories on which a reward or an agent failed; replay: recomputes their rewards.
 
-Each line is one failure: {"reason": "timeout", "message": "...", "trajectory": {...}}. `replay` also reads the files of
-the trajectory log, whose lines contain trajectories too.
+Each line is one failure: {"reason": "timeout", "message": "...", ..., "trajectory": {...}, "texts": {...}}. `replay`
+also reads the files of the trajectory log, whose lines contain trajectories too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.files import write_problem
-from lightrl.errors import RewardError
+from lightrl.errors import RewardError, RolloutError
 from lightrl.rewards.hook import RewardWorker, make_reward_worker
 from lightrl.rewards.parts import Reward
 from lightrl.rewards.reward_result import RewardFunction, RewardResult
@@ -25,32 +25,45 @@ from lightrl.trajectory import Trajectory, encode_json, read_records
 
 _logger = logging.getLogger(__name__)
 
+Decode = Callable[..., Any]
+_MAX_CHARS = 4000  # of a text in the table; the log of problems cuts messages there too
+
 
 class FailureLog:
-    """Writes trajectories whose reward failed to a file.
+    """Writes trajectories whose reward failed to a file, and those of failed workflows to `failed_rollouts.jsonl`.
 
     Args:
         path: the JSONL file; lines are appended, and its folder is made at the first failure.
+        decode: turns a token into the text that `lightrl inspect` shows.
         max_failures: maximum number of lines per process, so that a broken reward does not fill the disk.
     """
 
-    def __init__(self, path: str | Path, *, max_failures: int = 1000) -> None:
-        self.path = Path(path)
-        self._num_left = max_failures
+    def __init__(self, path: str | Path, decode: Decode | None = None, *, max_failures: int = 1000) -> None:
+        self.path, self._decode, self._num_left = Path(path), decode, max_failures
 
-    def write(self, trajectory: Trajectory, error: RewardError) -> None:
+    def write(self, trajectory: Trajectory, error: RewardError | RolloutError) -> None:
         if self._num_left <= 0:
             return
         self._num_left -= 1
+        is_reward, text, decode = isinstance(error, RewardError), str(error), self._decode
+        path = self.path if is_reward else self.path.with_name("failed_rollouts.jsonl")
+        reason, prompt = getattr(error, "reason", "rollout"), trajectory.prompt
+        record = {  # first the columns of `lightrl inspect`
+            "iteration": trajectory.newest_version + 1, "group": trajectory.group_id, "sample": trajectory.sample,
+            "length": trajectory.num_loss_tokens, "finish": f"dropped: {'reward_' * is_reward}{reason}",
+            "prompt": prompt.id, "prompt_text": prompt.text(decode)[:_MAX_CHARS], "excerpt": text[:_MAX_CHARS],
+            "reason": reason, "message": text, "trajectory": trajectory,
+            "texts": {id_: decode([id_]) for id_ in {*trajectory.token_ids}} if decode is not None else {},
+        }  # fmt: skip
         try:
-            line = encode_json({"reason": error.reason, "message": str(error), "trajectory": trajectory}) + b"\n"
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
+            line = encode_json(record) + b"\n"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
                 file.write(line)
         except (OSError, TypeError, ValueError) as problem:
             self._num_left = 0
-            why = write_problem(problem, self.path)
-            _logger.warning("Could not write %s: %s. Failed rewards are no longer logged.", self.path, why)
+            why = write_problem(problem, path)
+            _logger.warning("Could not write %s: %s. Failures are no longer logged.", path, why)
 
 
 @dataclass(frozen=True)

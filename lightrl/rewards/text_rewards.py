@@ -104,13 +104,20 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 def _value_of(text: str) -> tuple[object] | None:
     """Parses the whole text as JSON; returns a tuple, since the value may be null, or None if it is not JSON."""
     try:
-        return (json.loads(text, parse_constant=_refuse_constant),)
+        return (json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeated_keys),)
     except (ValueError, RecursionError):
         return None
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")  # although Python accepts it
+
+
+def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuses repeated keys, of which Python keeps the last: a policy could give every value in turn."""
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key is repeated")
+    return dict(pairs)
 
 
 @functools.lru_cache(maxsize=64)

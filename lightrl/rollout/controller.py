@@ -422,6 +422,7 @@ class RolloutController:
                         return
                     if not isinstance(result, Trajectory):
                         self._scheduler.counter.drop_failed(result, group.prompt)
+                        self._rewards.log_failed(result, group.id, sample)
                         on_done(sample, None)
                         continue
                     result.group_id, result.sample = group.id, sample

@@ -6,6 +6,7 @@ It is a class, not a Protocol, because its users also need Lightning's Trainer a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import lightning as L
@@ -58,6 +59,10 @@ class RLTrainer(L.Trainer):
     def run_seed(self) -> int:
         """The seed given to `seed_everything`; 0 without one."""
         return global_seed()
+
+    def ended_by_sigterm(self) -> AbstractContextManager[None]:
+        """Returns a context in which SIGTERM ends a run of one process at once: it only waits for the engine."""
+        return nullcontext()
 
     def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
         """Yields the hook of each callback that defines it, then the module's."""

@@ -231,7 +231,12 @@ class _TurnGenerate:
         self.turn_log: TurnLog | None = self.group.in_flight.turn_log(self.group.seed_name, self.session)
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, **attached: Unpack[Attached]
+        self,
+        token_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        grammar: str = "",
+        **attached: Unpack[Attached],
     ) -> Completion:
         group, turn = self.group, self.num_turns
         self.num_turns += 1
@@ -239,6 +244,9 @@ class _TurnGenerate:
         longest = min(group.sampling.max_new_tokens, max_new_tokens or group.sampling.max_new_tokens)
         shortest = min(group.sampling.min_new_tokens, longest)
         sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+        if grammar:
+            sampling = replace(sampling, grammar=grammar)
+            group.engine.check_sampling(sampling)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
         with span("generate", "generate", "generations", session=self.session, prompt=len(token_ids)):
@@ -253,7 +261,7 @@ class _TurnGenerate:
         started = self.group.in_flight.started.pop(sampling.seed, None)
         if started is not None and started.finish_reason != "abort":
             return started
-        if started is not None and engine.continues_completions:
+        if started is not None and engine.continues_completions and not sampling.grammar:
             request["started"] = started
         (completion,) = await engine.generate(token_ids, sampling, session=self.session, **request)
         return completion
@@ -335,6 +343,12 @@ class Rewards:
             loop.call_soon(self._send)  # after the other trajectories that finish now
         self._unsent.append((trajectory, is_kept))
         return is_kept
+
+    def log_failed(self, error: RolloutError | RewardError, group_id: int, sample: int) -> None:
+        """Writes what a workflow recorded until it failed."""
+        if self.failures is not None and (failed := getattr(error, "trajectory", None)) is not None:
+            failed.group_id, failed.sample = group_id, sample
+            self.failures.write(failed, error)
 
     def defer(self, trajectory: Trajectory) -> None:
         """Starts computing a reward; `wait_for` waits for it."""

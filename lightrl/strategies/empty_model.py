@@ -10,11 +10,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from lightrl.models import Role, new_model
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ROLE = "lightrl_role"  # the attribute that holds the role of a model without weights
+_MAX_BUFFER = 2**20  # elements
 
 
 def empty_model(role: Role) -> PreTrainedModel:
@@ -49,12 +51,12 @@ def empty_model(role: Role) -> PreTrainedModel:
     make = new_model
     if spec.head == "scalar":
         make, config.num_labels = AutoModelForSequenceClassification.from_config, 1
-    with torch.device("cpu"), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+    with torch.device("cpu"), _UninitializedOnMeta(), _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = make(config, trust_remote_code=spec.trust_remote_code, **spec.build_options)
     if spec.path is not None:
         with contextlib.suppress(OSError):  # this file is optional
             model.generation_config = GenerationConfig.from_pretrained(spec.path)
-    with _parameters_on_meta():
+    with _UninitializedOnMeta(), _parameters_on_meta():
         role.tuning.add_to(model)
     setattr(model, _ROLE, role)
     return model.eval()
@@ -126,6 +128,23 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
         everywhere = [Replicate()] * len(placements)
         part = part_at(distribute_tensor(sent, parameter.device_mesh, everywhere).to_local(), box_of(parameter))
     parameter.to_local().copy_(part)
+
+
+class _UninitializedOnMeta(TorchFunctionMode):
+    """Inside the context, `torch.empty` of a large tensor has no memory: DeepSeek-V3's experts would need 30 GB each.
+
+    Small ones keep their memory, since they may be buffers that the constructor fills.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            tensor = func(*args, **{**kwargs, "device": "meta"})
+            if tensor.numel() > _MAX_BUFFER:
+                return tensor
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager

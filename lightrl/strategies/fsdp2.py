@@ -42,6 +42,7 @@ from lightrl.strategies.checkpoint.folder import folder_writer, load_folder, opt
 from lightrl.strategies.empty_model import empty_model, fill_model, take_role
 from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.head import LogprobSettings
+from lightrl.strategies.layouts.packing_trial import refuses_packing
 from lightrl.strategies.layouts.probes import LAYER_DTYPE, compiles, decoder_layers, may_be_cut
 from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
@@ -153,6 +154,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         _check_divides("num_replicas", self.num_replicas, {processes: world})
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
+        for planned in planned_roles(module).values():
+            planned.tuning.check_sharded()
         for role, mesh in role_meshes(module).items():
             if mesh.pp * mesh.tp > 1:
                 raise ValueError(
@@ -191,7 +194,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()
-            if spec.attn_implementation not in (None, "sdpa") or not may_be_cut(config):
+            may_pack = may_be_cut(config) and not refuses_packing(spec.load_config(), has_logits=spec.head != "scalar")
+            if spec.attn_implementation not in (None, "sdpa") or not may_pack:
                 raise cp_refused(self.cp, config.model_type)
             numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
         _check_divides("cp", self.cp, numbers)

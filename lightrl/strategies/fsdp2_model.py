@@ -17,7 +17,7 @@ from lightrl.functional import rectangles
 from lightrl.models import Backward, Candidates, LossFunction, Outputs
 from lightrl.models.conversion import Names
 from lightrl.models.tuning import Part, held_tensors
-from lightrl.strategies.head import LogprobSettings, teacher_candidates
+from lightrl.strategies.head import LogprobSettings, topk_candidates
 from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.layouts.shared_prefix import CALL_OVERHEAD_TOKENS
 from lightrl.strategies.ranks.planned_gather import PlannedGather
@@ -80,16 +80,17 @@ class FSDP2Model(SingleModel):
                 context_group=context_group,
             )
         reshard(self._root)
-        self.layouts = {}  # shared prefixes could need a different number of calls on each rank
+        wants_packed = context_group is not None or model.device.type != "cpu"
         if context_group is not None and not (self.can_pack and may_be_cut(model.config)):
             raise cp_refused(context_group.size(), model.config.model_type)
-        self.form = "packed" if self.can_pack else "rectangles"
+        # One call, as on the other ranks. Rows with masks could need a different number of calls on each rank.
+        self.form = "packed" if self.can_pack and wants_packed else "rectangles"
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         for microbatch, calls in zip(microbatches, self._calls(microbatches), strict=True):
             self.num_calls = calls
-            yield self._outputs(microbatch, topk)
+            yield self._outputs(microbatch, topk or topk_candidates(microbatch))
             self.ranks.step()
         reshard(self._root)
         if self.value_head is not None:
@@ -102,7 +103,7 @@ class FSDP2Model(SingleModel):
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)
-            backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
+            backward(loss_fn(microbatch, self._outputs(microbatch, topk_candidates(microbatch))))
             self.ranks.step()
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.columns import SUPPORTS
+from lightrl.columns import SUPPORTS, TOPK_IDS
 from lightrl.experience import Experience
 from lightrl.functional import Supports, hidden_logprobs, hidden_topk, predicted_token_ids, to_device
 from lightrl.models import Candidates
@@ -64,9 +64,9 @@ class Targets:
         )
 
 
-def teacher_candidates(experience: Experience) -> Candidates:
-    """Returns the teacher's top-k tokens if the experience has them, otherwise 0."""
-    return experience.extras.get("teacher_topk_ids", 0)
+def topk_candidates(experience: Experience) -> Candidates:
+    """Returns the teacher's top-k tokens, or else the sampler's, if the experience has them; otherwise 0."""
+    return experience.extras.get("teacher_topk_ids", experience.columns.get(TOPK_IDS.name, 0))
 
 
 # `functional.hidden_topk` and `functional.hidden_logprobs`, or similar functions, with hidden states and head bound.

@@ -40,28 +40,31 @@ from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.hybrids import keeps_states
 from lightrl.models.routes import NOT_COMPILED, Routes
 from lightrl.models.tuning import Part, whole_parameters
-from lightrl.strategies.head import LogprobSettings, Targets, read_head, teacher_candidates, whole_head
+from lightrl.strategies.head import LogprobSettings, Targets, read_head, topk_candidates, whole_head
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.halves import cut_in_halves, forward_backward_halves, halves_pay
 from lightrl.strategies.layouts.packed_attention import PackedRows, Total, arguments
 from lightrl.strategies.layouts.probes import (
+    can_mask,
     can_pack,
     compiles,
     decoder_layers,
-    exact_layouts,
     head_is_plain,
     rope_depends_on_length,
 )
 from lightrl.strategies.layouts.shared_prefix import (
     CALL_OVERHEAD_TOKENS,
-    PackedTokens,
+    MIN_SEGMENT_TOKENS,
     Plan,
-    cost,
+    Prefixes,
+    PrefixTree,
+    cost_of_packed,
+    cost_of_rectangles,
+    cost_of_shared_rows,
     each_alone,
-    find_shared_prompts,
     packed,
     shared_hidden,
-    whole_rows,
+    shared_rows,
 )
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.weights import Bucket, bucketed
@@ -69,10 +72,9 @@ from lightrl.weights import Bucket, bucketed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# shared_keys and shared_rows are layouts of shared_prefix.py.
-Form = Literal["rectangles", "shared_keys", "shared_rows", "packed"]
+Form = Literal["rectangles", "shared_rows", "packed"]
 
-# A packed row shares prompts only if this leaves at most this fraction of its tokens: sharing copies key-values.
+# A packed row shares prefixes only if this leaves at most this fraction of its tokens: sharing copies key-values.
 _LARGEST_SHARED_FRACTION = 0.9
 
 # Predicting positions: their rows [N], columns [N] and states, which are hidden states [N, H] or logits [N, V].
@@ -83,7 +85,7 @@ class SingleModel:
     """A Hugging Face causal language model as the ParallelModel of one process.
 
     A microbatch goes through the model with little or no padding, in one of several forms with the same results. On the
-    CPU, trajectories of similar length form right-padded rectangles, or share their prompt's states if that is cheaper.
+    CPU, rows of similar length form right-padded rectangles, or share the states of common prefixes if that is cheaper.
     On other devices a microbatch is one packed row, in which positions restart at each trajectory.
 
     Args:
@@ -127,11 +129,10 @@ class SingleModel:
             )
         self.form, self.context_group = form, context_group
         self.num_calls = 0  # minimum number of model calls for a microbatch that is laid out as rectangles
-        self.layouts = {} if self.reads_logits else exact_layouts(model)
-        wants_packed = form == "packed" or context_group is not None or model.device.type != "cpu"
-        self.can_pack = not self.reads_logits and wants_packed and can_pack(model)
-        self.shares_packed_prompts = self.can_pack and can_pack(model, shares_prompt=True)
-        exact = ["rectangles", *self.layouts, *(["packed"] if self.can_pack else [])]
+        self.can_mask = not self.reads_logits and can_mask(model)
+        self.can_pack = not self.reads_logits and can_pack(model)
+        self.packs_prefixes = self.can_pack and can_pack(model, shares_prefixes=True)
+        exact = ["rectangles", *["shared_rows"] * self.can_mask, *["packed"] * self.can_pack]
         if form not in (None, *exact):
             raise ValueError(f"form={form!r} is not exact for {type(model).__name__}. Use one of {exact}, or None.")
         self.routes = Routes(model) if is_policy else None
@@ -145,18 +146,18 @@ class SingleModel:
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> Iterator[Outputs]:
         """Yields each microbatch's logprobs and entropy, [B, T], 0 outside the loss mask; without gradient."""
         for microbatch in microbatches:
-            yield self._outputs(microbatch, topk)
+            yield self._outputs(microbatch, topk or topk_candidates(microbatch))
 
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for microbatch in microbatches:
             halves = cut_in_halves(microbatch) if halves_pay(self.model, microbatch, self.num_cores) else None
             if halves is None:
-                backward(loss_fn(microbatch, self._outputs(microbatch, teacher_candidates(microbatch))))
+                backward(loss_fn(microbatch, self._outputs(microbatch, topk_candidates(microbatch))))
             else:
                 modules = torch.nn.ModuleList(item for item in (self.model, self.value_head) if item is not None)
                 forward_backward_halves(
                     halves,
-                    lambda half: self._outputs(half, teacher_candidates(half)),
+                    lambda half: self._outputs(half, topk_candidates(half)),
                     loss_fn,
                     backward,
                     [parameter for parameter in modules.parameters() if parameter.requires_grad],
@@ -182,7 +183,7 @@ class SingleModel:
         if experience.gaps is not None:
             tree_rows, join = branch_rows(experience)
             return join(
-                self._outputs(tree_rows, candidates if isinstance(candidates, int) else teacher_candidates(tree_rows))
+                self._outputs(tree_rows, candidates if isinstance(candidates, int) else topk_candidates(tree_rows))
             )
         parts = [
             {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
@@ -194,7 +195,7 @@ class SingleModel:
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
         group = self.context_group
-        if group is not None and self.choose(experience)[0] == "packed":  # otherwise each rank has all rows
+        if group is not None and self.packs_all([experience]):  # otherwise each rank has all rows
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return Outputs(**results)
 
@@ -216,26 +217,42 @@ class SingleModel:
             results["values"] = self.value_head(states.to(self.value_head.weight.dtype))[:, 0].float()
         return results
 
+    def shares_prefixes(self, experience: Experience) -> bool:
+        can_share = self.packs_prefixes if self.form == "packed" else self.form != "rectangles" and self.can_mask
+        return can_share and not self.replays(experience) and not self._is_whole(experience)
+
     def choose(self, experience: Experience) -> tuple[str, Plan]:
-        """Returns the form for this microbatch, the cheapest by default, and its plan if prompts can be shared."""
-        kind = None if experience.pixel_values is None else vision_kind(self.model.config)
-        if kind == "bidirectional":
+        """Returns the form for this microbatch, the cheapest by default, and the trees in the rows of each forward."""
+        if self.form == "rectangles" or self._is_whole(experience):
             return "rectangles", []
-        if self.form is None and self.can_pack and experience.token_ids.device.type != "cpu":
-            return "packed", []
-        # Each trajectory has its own replayed routes, and a cached prompt has no positions on a grid.
-        if self.form in ("packed", "rectangles") or not self.layouts or self.replays(experience) or kind == "grid":
-            return self.form or "rectangles", []
-        prompts = find_shared_prompts(experience, self.model.config)
-        if self.form is not None:
-            return self.form, self.layouts[self.form](prompts)
-        plans = {name: layout(prompts) for name, layout in self.layouts.items()}
-        return min({"rectangles": whole_rows(prompts), **plans}.items(), key=lambda plan: cost(plan[1]))
+        on_cpu = experience.token_ids.device.type == "cpu"
+        form: str | None = "packed" if self.form is None and self.can_pack and not on_cpu else self.form
+        plans: dict[str, tuple[float, Plan]] = {}
+        if not self.replays(experience):  # each trajectory has its own routes
+            prefixes = Prefixes.of(experience, self.model.config)
+            if form is None:
+                plans["rectangles"] = cost_of_rectangles(prefixes.ends), []
+            if self.packs_prefixes and form != "shared_rows":
+                tree = prefixes.tree(MIN_SEGMENT_TOKENS)
+                if tree.num_tokens <= _LARGEST_SHARED_FRACTION * sum(prefixes.ends):
+                    plans["packed"] = cost_of_packed(tree), [[tree]]
+            if self.can_mask and form != "packed":
+                plan = shared_rows(prefixes)
+                plans["shared_rows"] = cost_of_shared_rows(plan), plan
+        if form is None:
+            form = min(plans, key=lambda name: plans[name][0], default="rectangles")
+        if form == "packed" and form not in plans:
+            return "packed", [[each_alone(experience)]]
+        return form, plans[form][1] if form in plans else []
 
     def packs_all(self, microbatches: Sequence[Experience]) -> bool:
         """Whether `form` packs all these microbatches; reads the first microbatch only if the answer depends on it."""
         may_be_whole = vision_kind(self.model.config) == "bidirectional"
-        return self.form == "packed" and not (may_be_whole and microbatches[0].pixel_values is not None)
+        return self.form == "packed" and not (may_be_whole and self._is_whole(microbatches[0]))
+
+    def _is_whole(self, experience: Experience) -> bool:
+        """Whether some tokens see later ones, so that the model must read separate rows."""
+        return experience.pixel_values is not None and vision_kind(self.model.config) == "bidirectional"
 
     def replays(self, experience: Experience) -> bool:
         """Whether a forward over these tokens uses the experts that the engine chose."""
@@ -263,7 +280,7 @@ class SingleModel:
         """Yields the predicting positions and states of each forward pass."""
         form, plan = self.choose(experience)
         if form == "packed":
-            yield self._packed(experience)
+            yield self._packed(experience, plan[0][0])
         elif plan:
             predicting = predicting_positions(on_host(experience.loss_mask))
             layer_input = functools.partial(forward_inputs, self.model, experience)
@@ -292,17 +309,17 @@ class SingleModel:
         for _ in range(self.num_calls - len(parts)):
             yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
 
-    def _packed(self, experience: Experience) -> States:
-        """Runs all trajectories in one packed row, or this rank's part of the row; attention gets their starts."""
+    def _packed(self, experience: Experience, tree: PrefixTree) -> States:
+        """Runs a tree of all rows in one packed row, or this rank's part of it; attention gets the segments' starts."""
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
-        layout = self._packed_tokens(experience)
+        layout = packed(tree, experience.token_ids.shape)
         size = -(-len(layout.rows) // num)  # number of tokens per rank; the row's first token pads the last part
         padding = num * size - len(layout.rows)
         first = index * size
         filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
         tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
-        packed_rows = PackedRows([*layout.lengths, padding], device, prompt_indices=[*layout.prompts, -1], group=group)
+        packed_rows = PackedRows([*layout.lengths, padding], device, parents=[*layout.parents, -1], group=group)
         starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
         inputs = forward_inputs(self.model, experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
@@ -313,15 +330,6 @@ class SingleModel:
         is_here = (indices >= 0) & (indices < size)
         rows, columns, indices = (to_device(values[is_here], device) for values in (rows, columns, indices))
         return rows, columns, output.last_hidden_state[0][indices]
-
-    def _packed_tokens(self, experience: Experience) -> PackedTokens:
-        """Returns the packed row's layout, with each prompt only once if that saves enough tokens."""
-        if self.shares_packed_prompts and not self.replays(experience):  # each trajectory has its own routes
-            prompts = find_shared_prompts(experience, self.model.config)
-            layout = packed(prompts, experience.token_ids.shape)
-            if len(layout.rows) <= _LARGEST_SHARED_FRACTION * int((on_host(experience.lengths) - 1).sum()):
-                return layout
-        return packed(each_alone(experience), experience.token_ids.shape)
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
         """Inside the context, a forward over the tokens at these rows and columns uses the engine's experts."""

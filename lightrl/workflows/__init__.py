@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
-    from lightrl.workflows.agent_workflow import AgentWorkflow
+    from lightrl.workflows.agent_workflow import AgentResult, AgentWorkflow
     from lightrl.workflows.multi_turn import Environment, MultiTurn, RetryWithFeedback
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tasks import TaskWorkflow
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
+    "AgentResult": "agent_workflow",
     "AgentWorkflow": "agent_workflow",
     "Environment": "multi_turn",
     "MCPServer": "tools",
@@ -39,8 +40,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools", "RetryWithFeedback",
-    "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
+    "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools",
+    "RetryWithFeedback", "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -43,12 +43,18 @@ class Generate(Protocol):
     """Calls the policy; the sampling settings, the session and each turn's seed are already set."""
 
     async def __call__(
-        self, token_ids: list[int], *, max_new_tokens: int | None = None, **attached: Unpack[Attached]
+        self,
+        token_ids: list[int],
+        *,
+        max_new_tokens: int | None = None,
+        grammar: str = "",
+        **attached: Unpack[Attached],
     ) -> Completion:
         """Returns the completion of these token ids.
 
         Args:
             max_new_tokens: can lower the limit in `sampling` but not raise it.
+            grammar: see `Sampling`; raises ValueError if the engine reads none.
             attached: what observations have shown the policy besides token ids; see `Attached` in trajectory.py.
         """
         ...

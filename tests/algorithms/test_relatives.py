@@ -1,4 +1,5 @@
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -6,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import assert_same, make_module, minibatch_gradient, sequence_loss_by_hand
-from tiny import gradients, random_experience, slow_outputs, tiny_spec
+from tiny import gradients, random_experience, random_trajectories, slow_outputs, tiny_spec
 
 from lightrl.algorithms import (
     CISPO,
     DAPO,
     DPPO,
+    GDPO,
     GRPO,
     GSPO,
     M2PO,
@@ -27,6 +29,7 @@ from lightrl.algorithms import (
 )
 from lightrl.experience import Experience
 from lightrl.functional import ImportanceWeights
+from lightrl.rewards import OverlongPenalty
 
 
 def experience_with(rewards: list[float], group_ids: list[int]) -> Experience:
@@ -293,3 +296,43 @@ def test_importance_sampling_weighs_each_token_and_is_measured(settings, weight)
     assert metrics["kl_proximal_k1_nats"] == pytest.approx(float(-log_weights.mean()), rel=1e-4)
     assert metrics["kl_proximal_k2_nats"] == pytest.approx(float(log_weights.square().mean() / 2), rel=1e-4)
     assert metrics["kl_proximal_k3_nats"] == pytest.approx(float((log_weights.expm1() - log_weights).mean()), rel=1e-3)
+
+
+def test_several_rewards_are_normalized_by_themselves_before_they_are_added() -> None:
+    right, short, ids = [1.0, 0.0, 0.0, 1.0, 1.0], [30.0, 10.0, 20.0, 5.0, 7.0], [5, 5, 5, 2, 2]
+
+    def normalized(values: list[float]) -> list[float]:
+        deviation = statistics.stdev(values)
+        return [(value - statistics.mean(values)) / (deviation + 1e-5) if deviation else 0.0 for value in values]
+
+    sums = [
+        1.0 * one + 0.5 * other
+        for group in (slice(0, 3), slice(3, 5))
+        for one, other in zip(normalized(right[group]), normalized(short[group]), strict=True)
+    ]
+    module = GDPO(tiny_spec(), reward=len, reward_weights={"right": 1.0, "short": 0.5})
+    experience = experience_with([9.0] * 5, ids)
+    rows = random_trajectories(num_groups=5, group_size=1)
+    for row, one, other in zip(rows, right, short, strict=True):
+        row.metrics = {"right": one, "short": other, "unused": 4.0}
+    (call,) = (call for call in module.model_calls() if call.name == "reward_parts")
+    assert call.inputs == ("rewards",)  # it runs once they are known
+    assert call.run is not None
+    parts = call.run(experience, rows)
+    assert module.advantages(experience.with_tensors(parts)).tolist() == pytest.approx(normalized(sums), abs=1e-6)
+    del rows[3].metrics["short"]
+    with pytest.raises(ValueError, match=r"has no 'short', which reward_weights names; it has \['right', 'unused'\]"):
+        call.run(experience, rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"reward_weights": {}}, "at least one reward a finite weight"),
+        ({"reward_weights": {"a": math.nan}}, "at least one reward a finite weight"),
+        ({"reward_weights": {"a": 1.0}, "overlong_penalty": OverlongPenalty(4)}, "no effect with GDPO"),
+    ],
+)
+def test_rewards_that_cannot_count_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GDPO(tiny_spec(), reward=len, **settings)

@@ -28,7 +28,7 @@ from lightrl.strategies.sharded_experience.placement import Microbatches, length
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
-FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_rows", "packed"]
 
 
 def cut_at(experience: Experience, turn: int) -> Experience:

@@ -212,6 +212,8 @@ def test_memory_that_is_not_known_is_said_by_plan_and_launch(
     out = printed_plan(*arguments)
     (line,) = (line for line in out.splitlines() if "Memory was not checked: " in line)
     assert str(folder) in line
+    assert run([*arguments, "--gpu_memory_gb=80"]) == 2
+    assert "The memory was given, but a model cannot be read" in capsys.readouterr().err
     assert run_launch([*arguments, *SECTION, "--launch.ranks=4", "--dry-run"]) == 0
     assert line in capsys.readouterr().out.splitlines()
 
@@ -288,6 +290,34 @@ def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(printed_pl
     assert max(map(len, tables.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (["FSDP2Strategy", "ep=3"], "ep=3 divides experts, but no model of this run has any"),
+        (["Parallel3DStrategy", "tp=8"], "tp=8 must divide the model's num_attention_heads"),
+    ],
+)
+def test_a_strategy_that_cannot_split_the_model_is_an_error(
+    strategy: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, size = strategy
+    settings = [f"--trainer.strategy={name}", f"--trainer.strategy.{size}", "--trainer.devices=24"]
+    assert run([*QUICKSTART, "--trainer.accelerator=cpu", *settings]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert "P · G = 32 · 16" in printed.out
+
+
+def test_the_settings_that_the_plan_writes_make_the_run_fit(printed_plan: Printed, tmp_path: Path) -> None:
+    ranks = ["--trainer.accelerator=gpu", "--trainer.devices=4", "--gpu_memory_gb=30", "--trainer.precision=bf16-mixed"]
+    arguments, file = [*layer_of(tmp_path, {"config": BIG}), *ranks], tmp_path / "fits.yaml"
+    out = printed_plan(*arguments, "--gpu=A100", f"--write={file}")
+    assert "\ndoes not fit\n" in out
+    assert "layouts that fit, the fastest first, by the rates of the A100" in out
+    assert yaml.safe_load(file.read_text())["trainer"]["strategy"]["class_path"]
+    assert "\nfits: 27.0 GB usable" in printed_plan(*arguments, "--config", str(file))
+
+
 def test_a_model_without_formulas_leaves_the_rest_of_the_plan(tmp_path: Path, printed_plan: Printed) -> None:
     config = {"model_type": "gpt2", "vocab_size": 14, "n_embd": 16, "n_layer": 2, "n_head": 4}
     out = printed_plan(*layer_of(tmp_path, {"config": config}))
@@ -306,3 +336,8 @@ def test_the_time_and_cost_of_an_iteration_are_predicted_for_a_known_gpu(printed
     assert re.search(r"^  cost +[\d.e-]+ +of 1 GPU at 3 an hour; [\d.e-]+ per million trained tokens$", priced, re.M)
     assert run([*on_gpu, "--price_per_gpu_hour", "-3"]) == 2
     assert "price_per_gpu_hour" in capsys.readouterr().err
+
+
+def test_settings_are_written_only_if_a_layout_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*QUICKSTART, f"--write={tmp_path / 'fits.yaml'}"]) == 2
+    assert "it needs --gpu_memory_gb" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import torch
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from moe_cases import engine_of, moe_model, sampled
 from sync_cases import SMALL
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -27,7 +28,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from benchmarks.families import FAMILIES
+from benchmarks.families import FAMILIES, family_spec
 from lightrl.engines import Completion
 from lightrl.engines.local.decoder import HuggingFaceDecoder
 from lightrl.engines.local.fast import decoder as fast_decoder
@@ -464,10 +465,42 @@ def decoded(
     return completions
 
 
-def test_the_dtype_that_auto_became_is_named() -> None:
-    case = make_case(qwen3(dtype="bfloat16"))
-    assert case.engine.dtypes() == {"float32"}  # on a CPU
-    case.engine.close()
+@pytest.mark.parametrize(
+    ("weights", "precision", "expected"),
+    [
+        (torch.float32, "32-true", "float32"),
+        (torch.float32, "bf16-mixed", "bfloat16"),
+        (torch.float32, "16-mixed", "float16"),
+        (torch.bfloat16, "32-true", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("fast_path", [True, False], ids=["fast path", "fallback"])
+def test_auto_is_the_dtype_in_which_the_trainer_computes(weights, precision, expected, fast_path) -> None:
+    model, engine = new_model(qwen3(), dtype=weights), LocalEngine(fast_path=fast_path)
+    engine.trainer_precision = precision
+    engine.expect_policy(model, num_versions=1)
+    assert engine.planned(torch.device("cpu"), 1).width == getattr(torch, expected).itemsize
+    engine.start(model.config)
+    assert engine.dtypes() == {expected}
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "gpt_oss", "lfm2"])
+def test_the_head_of_hugging_faces_code_reads_contiguous_states(family: str) -> None:
+    """torch copies a bfloat16 weight for each row of a strided input, such as the last states of a batch."""
+    config = family_spec(family).load_config()
+    decoder = HuggingFaceDecoder(config, dtype=torch.bfloat16, device=torch.device("cpu"))
+    states: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if getattr(module, "out_features", None) == config.vocab_size:
+            states.append(inputs[0])
+
+    with register_module_forward_pre_hook(keep):
+        decoder.append([[2, 3, 4, 5], [6, 7, 8, 9]], [0, 1])
+        decoder.step(torch.tensor([3, 4]), torch.tensor([4, 4]), 5)
+    assert [tuple(state.shape[:2]) for state in states] == [(2, 1), (2, 1)]
+    assert all(state.is_contiguous() for state in states)
 
 
 def test_bfloat16_weights_serve() -> None:

@@ -2,15 +2,18 @@
 
 import asyncio
 import itertools
+import json
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from chat_texts import END, chat_tokenizer
 from engine_contract import BUCKET_BYTES, CONTRACT, EngineCase, run
 from moe_cases import moe_model, sampled_by
 from real_servers import own_server, tiny_config, tiny_models
@@ -31,8 +34,9 @@ from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.models.conversion import checkpoint_tensors
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Prompt, Sampling, Trajectory
 from lightrl.weights import ServerForm, WeightFolder, block_fp8, bucketed
+from lightrl.workflows.workflow import SingleTurn
 
 pytestmark = [pytest.mark.real_sglang, pytest.mark.extra]  # of test_real_sglang_runs.py one always runs
 
@@ -104,6 +108,48 @@ def test_block_fp8_is_verified_and_its_logprobs_are_the_rounded_models(
     difference = (outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().mean()
     # Servers round activations too, to 3 bits of mantissa; logprobs of another model differ by as much as they vary.
     assert difference < 0.2 * outputs.logprobs[experience.loss_mask].std()
+
+
+def test_a_grammars_mask_is_the_support_of_each_token_and_the_trainer_computes_the_same_logprobs(
+    tmp_path: Path,
+) -> None:
+    """As agents ask for it: JSON of a schema, then an end token."""
+    tokenizer = chat_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    model = AutoModelForCausalLM.from_config(tiny_config(vocab_size=len(tokenizer), eos_token_id=END))
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 25]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=(END,), grammar=json.dumps(tag))
+    prompt = [5, 6, 7]
+
+    async def sampled(engine: SGLangEngine) -> list[Trajectory]:
+        engine.check_sampling(sampling)
+        drawn = [engine.generate(prompt, replace(sampling, seed=seed), session="one") for seed in range(8)]
+        made = SingleTurn(tokenizer)
+        return [made.trajectory_of(Prompt("p", token_ids=prompt), one) for (one,) in await asyncio.gather(*drawn)]
+
+    with (
+        own_server(tmp_path, model.config, tokenizer_path=str(tmp_path / "tokenizer")) as server,
+        loaded(model, server) as engine,
+    ):
+        trajectories = asyncio.run(sampled(engine))
+    finished = [item for item in trajectories if item.finish_reason == "stop"]
+    assert finished
+    assert all(json.loads(item.completion)["a"] in (1, 25) for item in finished)
+    for item in trajectories:
+        item.reward = 0.0
+    experience = Experience.from_trajectories(trajectories)
+    (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
+    mask = experience.loss_mask
+    assert torch.allclose(outputs.logprobs[mask], experience.behavior_logprobs[mask], atol=1e-4)
+    free = experience.without(["supports"])
+    (unmasked,) = SingleModel(model, LogprobSettings()).forward([free])
+    assert not torch.allclose(unmasked.logprobs[mask], experience.behavior_logprobs[mask], atol=1.0)
 
 
 def with_client(server: dict[str, Any], question: Callable[[SGLangClient], Awaitable[Any]], token: str = "") -> Any:

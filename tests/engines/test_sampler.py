@@ -63,7 +63,7 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
     logits = torch.randn(200, 11, generator=generator)
     uniform = torch.rand(200, generator=generator, dtype=torch.float64)
     temperature = 0.3 + torch.rand(200, generator=generator)
-    token_ids, logprobs, _ = sample_tokens(logits, uniform, temperature=temperature)
+    token_ids, logprobs, *_ = sample_tokens(logits, uniform, temperature=temperature)
     for row in range(200):
         weights = [math.exp(value / temperature[row].item()) for value in logits[row].tolist()]
         threshold, token = uniform[row].item() * sum(weights), 0
@@ -75,13 +75,13 @@ def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_uniform()
 
 def test_a_token_without_probability_is_never_sampled() -> None:
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).repeat(3, 1)
-    token_ids, _, _ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
+    token_ids, *_ = sample_tokens(logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64))
     assert token_ids.tolist() == [1, 3, 3]
 
 
 def test_greedy_rows_take_the_most_likely_token_with_unscaled_logprobs() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
-    token_ids, logprobs, _ = sample_tokens(
+    token_ids, logprobs, *_ = sample_tokens(
         logits, torch.zeros(2, dtype=torch.float64), is_greedy=torch.tensor([True, False])
     )
     assert token_ids.tolist() == [1, 0]
@@ -113,10 +113,14 @@ def test_ties_in_a_truncation_go_to_the_lower_token() -> None:
 def test_logprobs_are_those_within_the_support() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.25, 0.05]]).log().repeat(2, 1)
     uniform = torch.full((2,), 0.99, dtype=torch.float64)
-    token_ids, logprobs, supports = sample_tokens(logits, uniform, top_k=torch.tensor([2, 5]), top_p=torch.ones(2))
+    rules = {"top_k": torch.tensor([2, 5]), "top_p": torch.ones(2), "num_top": 3}
+    token_ids, logprobs, supports, top = sample_tokens(logits, uniform, **rules)
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
     assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
+    assert top is not None
+    assert top[0][:, :2].tolist() == [[1, 3], [1, 3]]
+    assert top[1].exp().flatten().tolist() == pytest.approx([0.4 / 0.65, 0.25 / 0.65, 0, 0.4, 0.25, 0.2])
 
 
 def test_rows_without_a_setting_draw_the_same_in_a_mixed_batch() -> None:
@@ -158,7 +162,8 @@ def test_engine_and_trainer_round_the_logprob_of_a_truncated_draw_and_not_its_lo
     logits = torch.randn(1000, 500, generator=generator) * spread
     uniform = torch.rand(1000, dtype=torch.float64, generator=generator)
     temperature, top_k, top_p = torch.full((1000,), 0.9), torch.full((1000,), 20), torch.full((1000,), 0.95)
-    token_ids, logprobs, supports = sample_tokens(logits, uniform, temperature=temperature, top_k=top_k, top_p=top_p)
+    rules = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    token_ids, logprobs, supports, _ = sample_tokens(logits, uniform, **rules)
     rows, ids = supports.nonzero(as_tuple=True)
     counts = supports.sum(1)
     order = (2 * rows + (ids == token_ids[rows])).argsort(stable=True)  # the drawn token is the last
@@ -168,7 +173,7 @@ def test_engine_and_trainer_round_the_logprob_of_a_truncated_draw_and_not_its_lo
         up = torch.rand(logits.shape, generator=generator) < 0.5
         theirs = logits.nextafter(torch.where(up, torch.inf, -torch.inf))
         spacing = (theirs - logits).abs().amax(1) / temperature
-    found, _ = of_trainer.logprobs(theirs[rows, ids[order]], 0.9)
+    found, _ = of_trainer.logprobs(theirs[rows, ids[order]], 0.9, token_ids)
     exact = (logits.double() / temperature[:, None]).masked_fill(~supports, -math.inf).log_softmax(-1)
     expected = exact.gather(1, token_ids[:, None])[:, 0]
     bound = softmax_rounding(logprobs, 20)

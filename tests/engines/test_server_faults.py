@@ -258,6 +258,25 @@ def test_a_server_of_ours_is_restarted_and_has_the_weights_before_requests(momen
     assert not any(process.is_alive() for process in processes)
 
 
+def test_a_server_that_dies_at_each_request_is_lost_with_the_end_of_its_log(tmp_path):
+    engine = SGLangEngine(servers=1, sglang_python=python_of_fakes(tmp_path, "--dies-at", "/generate"), **DEADLINES)
+    engine.start(Qwen3Config(vocab_size=1000))
+    engine.load_weights(one_weight(0), weight_version=0)
+    (server,) = engine.fleet.in_state()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(requests(engine, 1))
+        await until(lambda: server.state == "restarting")
+        task.cancel()
+
+    try:
+        run(scenario())
+        assert f"Log: {server.process.log_file}" in engine.fleet.describe()
+        assert "the fake server dies, as requested" in engine.fleet.describe()
+    finally:
+        engine.close()
+
+
 def killed_during(engine: SGLangEngine, server: Any) -> None:
     """Loads version 1; the server is killed while it loads."""
     fake = FakeServerProcess()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from fake_sglang.process import FakeServerProcess
 from sync_cases import LARGE, EngineOn, config_of, one_weight
 from waits import Deadlines, comes_true
 
+from lightrl.columns import TokenArray
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
+from lightrl.engines.sglang import generation as sglang
 from lightrl.engines.sglang.engine import SGLangEngine
 from lightrl.engines.vllm.client import VLLMClient, rank_digests
 from lightrl.engines.vllm.command import VLLMProcess
@@ -201,6 +204,20 @@ def test_a_request_that_continues_has_other_random_numbers_and_no_more_logprobs_
     assert second["token_ids"] == [1, 2, 3, 4]
     assert second["sampling_params"]["max_tokens"] == 7
     assert second["sampling_params"]["seed"] != 7
+
+
+def test_a_grammar_goes_to_the_server_with_a_request_for_supports_and_starts_over_in_a_new_request():
+    draft = CompletionDraft([1, 2], Sampling(max_new_tokens=9, grammar="{}", stop_token_ids=(4,)), vocab_size=61)
+    params = request_of(draft, "r", "run-3")["sampling_params"]
+    assert params["structured_outputs"] == {"structural_tag": "{}"}
+    assert (params["top_k"], params["logprobs"]) == (4000, 61)
+    params = sglang.request_of(draft, "r", "run-3")
+    assert (params["sampling_params"]["structural_tag"], params["return_sampling_mask"]) == ("{}", True)
+    for grammar, num_left in (("", 2), ("{}", 0)):
+        draft = CompletionDraft([1, 2], Sampling(max_new_tokens=9, top_p=0.5, grammar=grammar), vocab_size=61)
+        supports = {"supports": TokenArray(b"\x01\x01", "B")}
+        draft.add(replace(read_answer(reply()), columns=supports, full_support=None, finish="abort"), "server")
+        assert (len(draft.token_ids), draft.finish_reason) == (num_left, None)
 
 
 def reply(**changes: Any) -> bytes:

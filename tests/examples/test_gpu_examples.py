@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 
+from benchmarks.plan import MODELS
 from lightrl.commands.launch import launch
 from lightrl.commands.plan import run
 
@@ -32,14 +33,16 @@ SIZES: dict[str, dict[str, Any]] = {  # of the models, whose configurations are 
         "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-30B-A3B": MODELS["qwen3-30b-a3b"],
+    "Qwen/Qwen3-235B-A22B": MODELS["qwen3-235b-a22b"],
 }  # fmt: skip
 
 
-ONE_OF_ITS_KIND = "gsm8k_8.yaml"
+ONE_OF_ITS_KIND = ("gsm8k_8.yaml", "moe_30b.yaml")
 
 
 @pytest.fixture(
-    params=[name if name == ONE_OF_ITS_KIND else pytest.param(name, marks=pytest.mark.extra) for name in NAMES]
+    params=[name if name in ONE_OF_ITS_KIND else pytest.param(name, marks=pytest.mark.extra) for name in NAMES]
 )
 def configs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The example with its model's sizes in place of the hub's name, on a machine that seems to have eight GPUs."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,8 @@ async def faulty_answer(
 ) -> web.StreamResponse:
     """Answers a request, or fails to, as the fault says."""
     if fault.kind == "die":
+        sys.stdout.write("the fake server dies, as requested\n")
+        sys.stdout.flush()
         asyncio.get_running_loop().call_later(fault.seconds, os._exit, 1)
         return await handler(request)  # type: ignore[no-any-return]
     if fault.kind == "drop" and fault.seconds > 0:

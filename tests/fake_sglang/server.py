@@ -40,6 +40,7 @@ DEFAULT_PARAMS: dict[str, Any] = {
     "min_new_tokens": 0, "n": 1, "ignore_eos": False, "skip_special_tokens": True,
     "spaces_between_special_tokens": True, "no_stop_trim": False, "logit_bias": None, "sampling_seed": None,
     "custom_params": None, "stream_interval": None, "json_schema": None, "regex": None, "ebnf": None,
+    "structural_tag": None,
 }  # fmt: skip
 
 
@@ -374,6 +375,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp-size", type=int, default=1, help="of the model: how many ranks its checksums tell")
     parser.add_argument("--speculative-algorithm", choices=["EAGLE"], help="the model's checksums tell of a draft too")
     parser.add_argument("--dtype", default="float32", help="of the model")
+    parser.add_argument("--dies-at", help="a path at which each request ends the process")
     parser.add_argument("--delay-s", type=float, default=0.0, help="of the script, before the first token")
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
     parser.add_argument("--enable-lora", action="store_true")
@@ -423,7 +425,10 @@ async def _serve(options: argparse.Namespace) -> None:
     kind = FakeServer
     if options.vllm:
         from fake_sglang.vllm import FakeVLLMServer as kind
-    await serve(kind(model, arguments=vars(options)), options.host, options.port)
+    server = kind(model, arguments=vars(options))
+    if options.dies_at is not None:
+        server.faults.append(Fault("die", options.dies_at, count=-1))
+    await serve(server, options.host, options.port)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightrl.functional import (
     aligned_to_tokens,
@@ -270,6 +272,39 @@ def test_in_chunks_nothing_as_large_as_the_logits_is_kept_for_the_backward_pass(
             hidden_logprobs(hidden, weight, bias, token_ids, chunk_tokens=chunk_tokens)
     assert max(sizes[4]) == weight.numel()
     assert max(sizes[16]) == 16 * 64
+
+
+class LargeAllocations(TorchDispatchMode):
+    """Counts results of at least this many elements that are in new memory."""
+
+    def __init__(self, num_elements: int) -> None:
+        super().__init__()
+        self.num_elements = num_elements
+        self.num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+        results = function(*args, **(kwargs or {}))
+        before = {item.untyped_storage().data_ptr() for item in given}
+        self.num += sum(
+            item.numel() >= self.num_elements and item.untyped_storage().data_ptr() not in before
+            for item in tree_leaves(results)
+            if isinstance(item, Tensor)
+        )
+        return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", [{}, {"masked_ids": torch.tensor([2]), "masked_rows": torch.ones(48).bool()}])
+def test_all_chunks_use_the_same_memory(dtype: torch.dtype, mask: dict[str, Tensor]) -> None:
+    """In new memory for each chunk, glibc's heap grows with the number of tokens by as much as all logits."""
+    hidden, weight, _, token_ids = head_case(48, 3, 400, dtype=dtype)
+    bias = torch.zeros(400, dtype=dtype)
+    with LargeAllocations(8 * 400) as allocations:
+        hidden_topk(hidden, weight, bias, 4, chunk_tokens=8)
+        logprobs, entropy = hidden_logprobs(hidden, weight, bias, token_ids, 0.7, chunk_tokens=8, **mask)
+        (logprobs + entropy).sum().backward()
+    assert allocations.num == 3 * (2 if dtype == torch.float32 else 3)  # for top-k, forward and backward
 
 
 @pytest.mark.parametrize("chunk_tokens", [2, 7], ids=["chunks", "one chunk"])

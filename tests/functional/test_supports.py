@@ -1,5 +1,7 @@
 """The codes of supports against a loop over bits, and the softmax over a support against one over its logits alone."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lightrl.functional import (
     Supports,
     encode_supports,
     hidden_logprobs,
+    logits_logprobs,
 )
 from lightrl.functional.supports import decode_supports
 
@@ -72,6 +75,7 @@ def test_a_softmax_over_supports_is_one_over_their_logits_alone() -> None:
     coded = [torch.frombuffer(bytearray(codes), dtype=torch.uint8)]
     made = Supports.at(coded, torch.tensor([7]), token_ids, rows, columns)
     targets = token_ids[0, 1:]
+    candidates = torch.stack([targets, (targets + 5) % 11, torch.arange(6)], 1)
     for chunk_tokens in (None, 1, 4):
         logprobs, entropy = hidden_logprobs(hidden, weight, None, targets, supports=made, chunk_tokens=chunk_tokens)
         for row, support in enumerate(supports):
@@ -79,3 +83,12 @@ def test_a_softmax_over_supports_is_one_over_their_logits_alone() -> None:
             alone = torch.log_softmax((weight[ids] @ hidden[row]).double(), -1)
             assert logprobs[row].item() == pytest.approx(alone[ids.index(int(targets[row]))].item(), abs=1e-6)
             assert entropy[row].item() == pytest.approx(-(alone.exp() * alone).sum().item(), abs=1e-6)
+        several, _ = hidden_logprobs(hidden, weight, None, candidates, supports=made, chunk_tokens=chunk_tokens)
+        from_logits, _ = logits_logprobs(hidden @ weight.T, candidates, supports=made)
+        assert torch.equal(several[:, 0], logprobs)
+        for row, support in enumerate(supports):
+            ids = support or list(range(11))
+            alone = torch.log_softmax((weight[ids] @ hidden[row]).double(), -1)
+            expected = [alone[ids.index(token)].item() if token in ids else -math.inf for token in candidates[row]]
+            for values in (several, from_logits):
+                assert values[row].tolist() == pytest.approx(expected, abs=1e-6)

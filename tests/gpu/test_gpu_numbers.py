@@ -65,15 +65,15 @@ def test_block_fp8_has_the_bits_of_the_cpu(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("shares_prompt", [False, True])
+@pytest.mark.parametrize("is_chain", [False, True])
 def test_a_kernel_gives_what_sdpa_gives(
-    device: torch.device, kernel: str, window: int | None, shares_prompt: bool, only_cuda: None
+    device: torch.device, kernel: str, window: int | None, is_chain: bool, only_cuda: None
 ) -> None:
     if kernel == "flex" and torch._dynamo.config.disable:
         pytest.skip("needs torch.compile")
     dtype = torch.bfloat16 if kernel == "flash" else torch.float32
     generator = torch.Generator().manual_seed(0)
-    rows = PackedRows(LENGTHS, device, prompt_indices=[-1, *[0] * (len(LENGTHS) - 1)] if shares_prompt else None)
+    rows = PackedRows(LENGTHS, device, parents=[-1, *range(len(LENGTHS) - 1)] if is_chain else None)
     num_keys = int(rows.key_starts[-1])
     inputs = [
         torch.randn(1, heads, num_tokens, 64, generator=generator).to(device, dtype).requires_grad_()
@@ -107,10 +107,10 @@ def test_the_head_in_one_pass_gives_the_numbers_of_the_cpu(
         assert (actual - expected).norm() <= (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
 
 
-@pytest.mark.parametrize("shares_prompts", [False, True])
-def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, shares_prompts: bool, only_cuda: None) -> None:
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_flash_attention_is_what_runs_in_bfloat16(device: torch.device, shares_prefixes: bool, only_cuda: None) -> None:
     kernel_for.cache_clear()
-    assert kernel_for(device, torch.bfloat16, 128, 128, shares_prompts) == "flash"
+    assert kernel_for(device, torch.bfloat16, 128, 128, shares_prefixes) == "flash"
 
 
 def test_the_memory_of_a_packed_row_does_not_grow_with_its_square(

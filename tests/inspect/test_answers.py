@@ -55,6 +55,30 @@ def test_runs_are_found_below_their_root(folder: Path, tmp_path: Path) -> None:
         find_runs([tmp_path / "nothing"])
 
 
+def test_a_failed_agent_is_one_row_with_its_tokens_output_and_reason(folder: Path, answers: Answers) -> None:
+    """Its file of failures and the problems both name it; a line of an earlier release has no columns."""
+    message, before = "The agent ask.py exited: 1. It printed 'no key'.", table(answers)["total"]
+    record = head_and_trajectory(2, 9, 1, "hello")
+    trajectory = {**record.pop("trajectory"), "agent_output": "no key", "reward": None}
+    columns = {name: record[name] for name in ("iteration", "group", "sample", "length", "prompt", "prompt_text")}
+    columns |= {"finish": "dropped: rollout", "excerpt": message, "reason": "rollout", "message": message}
+    texts = {str(id_): chr(id_) for id_ in trajectory["token_ids"]}
+    failed = {**columns, "trajectory": trajectory, "texts": texts}
+    earlier = {"reason": "raised", "message": "x", "trajectory": trajectory}
+    (folder / "failed_rollouts.jsonl").write_text(json.dumps(failed) + "\n")
+    (folder / "failed_rewards.jsonl").write_text(json.dumps(earlier) + "\n")
+    problem = {"at": 1.8e9, "iteration": 2, "rank": 0, "source": "rollout", "kind": "dropped: rollout"}
+    with (folder / "problems" / "rank-00000.jsonl").open("a") as file:
+        file.write(json.dumps({**problem, "message": message}) + "\n")
+    answers.runs[0].index.update()
+    assert table(answers)["total"] == before + 1
+    (row,) = table(answers, "dropped group=9")["rows"]
+    shown = answers.answer("trajectory", {"run": "0", "id": str(row["id"])})
+    assert (shown["finish"], shown["message"], shown["agent_output"]) == ("dropped: rollout", message, "no key")
+    assert "".join(shown["texts"][id_] for id_ in shown["tokens"]["id"][-5:]) == "hello"
+    assert shown["prompt"]["fields"] == {"answer": "9"}
+
+
 def test_a_curve_grows_with_the_file_and_survives_a_new_column(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     path.write_text("epoch,rollout/reward,step\n0,0.5,0\n0,nan,1\n0,0.7,2\n0,0.")

@@ -1,13 +1,17 @@
 """The planner: who runs where, on which GPUs, with which addresses; and what it refuses. Tables, no processes."""
 
+import re
+
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightrl.commands.launch.plan import RunFacts, describe, drawing, make_plan, place
-from lightrl.commands.launch.settings import Launch, Layout
+from lightrl.commands.launch.settings import Launch, Layout, allocation_of, layout_of
 from lightrl.engines.engine import PlannedEngine
 from lightrl.models import RoleMesh
 from lightrl.plan.memory import PlannedRole, PlannedRun
+from lightrl.plan.sizes import ModelSize
 
 SEVEN_B = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
@@ -25,8 +29,9 @@ FRUGAL = {"checkpoint_activations": True, "reduce_every_microbatch": True}
 def planned(**settings):
     """A run that trains the 7 B model in one process."""
     config = AutoConfig.for_model(**SEVEN_B)
-    size = 7_612_756_480
-    role = PlannedRole("policy", config, size, size, range(1))
+    with torch.device("meta"):
+        size = ModelSize.of(AutoModelForCausalLM.from_config(config))
+    role = PlannedRole("policy", size, size.parameters, range(1))
     sizes = {"prompts": 64, "group_size": 8, "num_minibatches": 1, "update_epochs": 1, "microbatch_tokens": 16384}
     lengths = {"prompt_tokens": 512, "new_tokens": 512, "longest": 1024}
     return PlannedRun((role,), 1, "whole", **{**sizes, **lengths, "is_mixed": True, **settings})
@@ -129,6 +134,28 @@ def test_the_allocation_sets_cp_and_ep_of_all_its_gpus(allocation: str, sizes: d
     assert plan.settings["trainer"]["engine"]["class_path"] == "VLLMEngine"
     run = plan.of_memory(facts.planned)
     assert (run.roles[0].cp, run.ep) == (sizes.get("cp", 1), sizes.get("ep", 1))
+
+
+@pytest.mark.parametrize(
+    "allocation",
+    ["sglang:d2t4|megatron:d8e8", "sglang:d8t8+megatron:d64e8", "vllm:d2+fsdp:d2c2", "megatron:d4p2t8", "fsdp:d4t2"],
+)
+def test_an_allocation_string_is_written_as_it_is_read(allocation: str):
+    assert allocation_of(layout_of(Launch(allocation=allocation), ranks=1)) == allocation
+
+
+def test_the_advice_is_a_new_allocation_where_an_allocation_decides():
+    refuses_3d = {"refusal": lambda run: "not in this test" if run.layout == "3D" else None}
+    facts = RunFacts(ranks=16, planned=planned(engine=SERVERS, **refuses_3d))
+    launch = {"gpus_per_node": 8, "allocation": "sglang:d2t2+fsdp:d2"}
+    with pytest.raises(ValueError, match="gpu_memory_gb=40 is not enough") as raised:
+        plan_of(facts, **launch, gpu_memory_gb=40)
+    (advised,) = re.findall(r"launch.allocation to (sglang:d2t2\+fsdp:d\d+(?:c\d+)?)", str(raised.value))
+    assert "trainer.devices" not in str(raised.value)
+    notes = plan_of(facts, **{**launch, "nodes": 8, "allocation": advised}).notes
+    assert any(
+        "trainer.devices · trainer.num_nodes is 16, but has no effect: launch.allocation" in note for note in notes
+    )
 
 
 def test_the_engines_own_servers_are_placed_if_the_launch_names_none():

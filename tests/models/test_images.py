@@ -118,12 +118,12 @@ def test_logprobs_of_each_family_are_hugging_faces_of_each_row_with_its_own_imag
     experience = image_experience(family)
     expected = slow_logprobs(experience, [item.prompt.images for item in trajectories], family)
     forms = ["rectangles", None, *(["packed"] if family not in UNPACKED else [])]
-    for form in [*forms, *(["shared_keys", "shared_rows"] if family == "llava" else [])]:
+    for form in [*forms, *(["shared_rows"] if family == "llava" else [])]:
         model = SingleModel(image_spec(family).load_model(), LogprobSettings(), form=form)
         assert torch.allclose(next(iter(model.forward([experience]))).logprobs, expected, atol=1e-5), form
 
 
-@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed"])
+@pytest.mark.parametrize("form", ["rectangles", "shared_rows", "packed"])
 @torch.no_grad()
 def test_the_images_of_two_rows_are_not_alike_to_the_policy(form):
     trajectories = image_trajectories(num_groups=2, group_size=1)
@@ -134,7 +134,7 @@ def test_the_images_of_two_rows_are_not_alike_to_the_policy(form):
     assert (logprobs[0] - logprobs[1]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("form", ["rectangles", "shared_keys", "shared_rows", "packed"])
+@pytest.mark.parametrize("form", ["rectangles", "shared_rows", "packed"])
 def test_microbatches_in_another_order_give_the_same_gradient(form):
     experience = image_experience()
     model = image_spec().load_model()

@@ -1,7 +1,9 @@
 """LoRA: adapters that change nothing at first, merge to what the model computes, and leave a reference behind."""
 
 import json
+from dataclasses import replace
 
+import peft
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
@@ -10,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.families import family_spec
 from lightrl.models.lora import LoRA
+from lightrl.models.model_folder import ModelDescription
 from lightrl.models.role import Role
 from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -176,15 +179,48 @@ def test_the_share_of_parameters_with_adapters_is_logged(caplog):
     assert "LoRA: adapters on 6144 of" in caplog.text
 
 
-def test_adapters_of_experts_are_gone_on_from(tmp_path):
-    model = adapted(mixture("deepseek_v3"), target_parameters=EXPERTS)
-    tuning = tuning_of(model)
-    tuning.save(dict(model.named_parameters()), tuning.saved_config(model, None), tmp_path)
-    again = mixture("deepseek_v3")
-    LoRA(adapter=str(tmp_path)).add_to(again)
-    torch.testing.assert_close(logits(again), logits(model))
+DENSE_FIRST = {"qwen3_moe": {"mlp_only_layers": [0]}}  # DeepSeek-V3 and GLM-4 begin with a dense layer anyway
+
+
+def export(model, spec, folder):
+    folder.mkdir()
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    ModelDescription.of(model, Role(spec, lora=tuning_of(model))).save(trained, folder)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+@pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["all-linear", "experts too"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe", "mixtral"])
+def test_peft_and_lightrl_read_exported_adapters_as_the_model_that_was_trained(family, parameters, tmp_path):
+    spec = family_spec(family)
+    spec = replace(spec, config={**spec.config, **DENSE_FIRST.get(family, {})})
+    model = adapted(spec.load_model(), target_parameters=parameters)
+    export(model, spec, tmp_path / "model")
+    base = spec.load_model()
+    LoRA(adapter=str(tmp_path / "model")).add_to(base)
+    export(base, spec, tmp_path / "again")
+    for folder in (tmp_path / "model", tmp_path / "again"):
+        plain = spec.load_model().double()
+        plain.set_experts_implementation("eager")  # other implementations do not support float64
+        read = peft.PeftModel.from_pretrained(plain, folder)
+        torch.testing.assert_close(logits(read).float(), logits(model), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(base), logits(model))
+
+
+def test_an_export_that_peft_would_read_as_another_model_is_refused(tmp_path):
+    spec = family_spec("deepseek_v3")
+    model = adapted(spec.load_model())
+    config = model.peft_config["default"]
+    config.target_modules |= {name.removesuffix(".weight") for name in config.target_parameters}
+    config.target_parameters = None
+    with pytest.raises(ValueError, match=r"another model: \d+ of its adapters differ.*lightrl export --merged"):
+        export(model, spec, tmp_path / "model")
+
+
+def test_adapters_of_another_model_are_refused(tmp_path):
+    export(adapted(mixture("deepseek_v3"), target_parameters=EXPERTS), family_spec("deepseek_v3"), tmp_path / "model")
     with pytest.raises(ValueError, match="must have adapters for this model's layers"):
-        LoRA(adapter=str(tmp_path)).add_to(mixture("qwen3_moe"))
+        LoRA(adapter=str(tmp_path / "model")).add_to(mixture("qwen3_moe"))
 
 
 def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():

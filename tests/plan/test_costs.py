@@ -12,16 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_update import make_parts
-from benchmarks.plan import MODELS, Machine, Times, best_3d_cost, best_fsdp2_cost
+from benchmarks.plan import MODELS
 from lightrl.plan.costs import (
     Work,
     activation_bytes,
     fsdp2_cost,
     logit_bytes,
-    num_parameters,
     parallel_3d_cost,
     peak_bytes,
 )
+from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies.layouts import packed_attention
 
@@ -40,11 +40,20 @@ def config(**changes: Any) -> Any:
     return AutoConfig.for_model("qwen3", **{**sizes, **changes})
 
 
+def size_of(config: Any) -> ModelSize:
+    with torch.device("meta"):
+        return ModelSize.of(AutoModelForCausalLM.from_config(config))
+
+
 TOKENS = 16384
 WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
 WIDE |= {"head_dim": 128, "vocab_size": 32_000, "num_hidden_layers": 4, "tie_word_embeddings": False}
 GROUPED = {**WIDE, "num_key_value_heads": 2}
 PURE, MIXED = Work(TOKENS, parameter_bytes=2), Work(TOKENS)
+MIXTURE = {**GROUPED, "moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8}
+LATENT = {**WIDE, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 512, "n_group": 1}
+LATENT |= {"n_routed_experts": 64, "topk_group": 1, "head_dim": 64, "pad_token_id": 0, "num_experts_per_tok": 8}
+LATENT |= {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}  # flash attention needs equal heads
 COMPILED = Work(TOKENS, copies_weights=True, is_compiled=True)
 SHAPES = {
     "Qwen3-0.6B, tied, bfloat16": (MODELS["qwen3-0.6b"], PURE, False),
@@ -64,6 +73,13 @@ SHAPES = {
     "Gemma 3, bfloat16, compiled": (
         {"model_type": "gemma3_text", **GROUPED}, Work(TOKENS, parameter_bytes=2, is_compiled=True), False,
     ),
+    "Qwen3-MoE, bf16-mixed in one process": (
+        {"model_type": "qwen3_moe", **MIXTURE}, Work(TOKENS, copies_weights=True), False,
+    ),
+    "Qwen3-MoE, bf16-mixed as FSDP2 shards it": ({"model_type": "qwen3_moe", **MIXTURE}, MIXED, False),
+    "Qwen3-MoE, bfloat16": ({"model_type": "qwen3_moe", **MIXTURE}, PURE, False),
+    "DeepSeek-V3, bf16-mixed as FSDP2 shards it": ({"model_type": "deepseek_v3", **LATENT}, MIXED, False),
+    "DeepSeek-V3, bfloat16": ({"model_type": "deepseek_v3", **LATENT}, PURE, False),
 }  # fmt: skip
 
 EXTRA = {"Qwen3-1.7B, bfloat16, checkpointed", *(name for name in SHAPES if "compiled" in name)}
@@ -114,18 +130,18 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
-    monkeypatch.setattr(single, "exact_layouts", lambda model: {})
+    monkeypatch.setattr(single, "can_mask", lambda model: False)
     monkeypatch.setattr(
         single,
         "can_pack",
-        lambda model, shares_prompt=False: not shares_prompt and packed_attention.make_packable(model),
+        lambda model, shares_prefixes=False: not shares_prefixes and packed_attention.make_packable(model),
     )
     monkeypatch.setattr(packed_attention, "kernel_for", lambda *args: "flash")
     values, work, checkpointed = SHAPES[name]
     made = AutoConfig.for_model(**values)
     work = Work(**{**vars(work), "checkpoint_activations": checkpointed})
     kept, loss_tokens = kept_bytes(made, work, checkpointed=checkpointed)
-    paper = activation_bytes(made, TOKENS, made.num_hidden_layers, work) + logit_bytes(made, loss_tokens, work)[0]
+    paper = activation_bytes(size_of(made), TOKENS, 1.0, work) + logit_bytes(made, loss_tokens, work)[0]
     assert paper == pytest.approx(kept, rel=0.01)
 
 
@@ -133,56 +149,53 @@ def test_the_peak_of_a_checkpointed_model_has_one_layer_more() -> None:
     layers = 4 * TOKENS * 64 * 8
     last_norm, angles = TOKENS * 8 * 64, TOKENS * 8 * 16
     kept, working = logit_bytes(config(), TOKENS, MIXED)
-    peak, logits = peak_bytes(config(), TOKENS, 8, MIXED)
+    peak, logits = peak_bytes(size_of(config()), TOKENS, 1.0, MIXED)
     again = TOKENS * (2 * (8 * 64 + 4) + 2 * (6 * 64 + 4 * 4) + 5 * 2 * 64 + 2 * 4 * 64 + 4 * 4 + 8 * 128)
     assert peak == layers + last_norm + angles + max(0, again - working)
     assert logits == kept + working
 
 
-# A layer: 4 · 64 · 64 + 3 · 64 · 128 = 40,960; embedding and head 32,768 each: 393,216 parameters.
+# A layer: 4 · 64 · 64 + 3 · 64 · 128 = 40,960 and norms of 2 · 64 + 2 · 16; ends: 2 · 32,768 and a norm of 64.
 WORK = Work(tokens=8000, microbatch_tokens=1000)
+LAYER, ENDS = 41_120, 65_600
+PARAMETERS = 8 * LAYER + ENDS
 
 
-def test_parameters_are_those_of_the_model() -> None:
-    from transformers import AutoModelForCausalLM
-
-    made = AutoModelForCausalLM.from_config(config())
-    norms = sum(value.numel() for name, value in made.named_parameters() if "norm" in name)
-    assert num_parameters(config()) == 393_216 == sum(value.numel() for value in made.parameters()) - norms
+def test_the_size_of_a_model_has_its_layers_by_kind() -> None:
+    """Of three layers the first is dense; each expert has 3 · 1024 · 512 parameters, and so have the shared ones."""
+    size = size_of(AutoConfig.for_model("deepseek_v3", **LATENT))
+    dense, mixture = size.layers
+    assert (dense.num, dense.width, dense.experts) == (1, 4096, 0)
+    assert (mixture.num, mixture.width, mixture.experts, mixture.expert_width) == (2, 512, 64, 512)
+    assert mixture.expert_parameters == 64 * 3 * 1024 * 512
+    assert size.parameters - size.used_in_layers - size.ends == 2 * (64 - 8) * 3 * 1024 * 512
+    assert size_of(config()).parameters == PARAMETERS
 
 
 def test_fsdp2_shares_the_state_and_gathers_each_microbatch_twice() -> None:
-    cost = fsdp2_cost(config(), 4, WORK)
+    cost = fsdp2_cost(size_of(config()), 4, WORK)
     assert cost.num_microbatches == 2
-    assert cost.state_bytes == 16 * 393_216 / 4
-    assert cost.sent_bytes == pytest.approx((2 * 2 * 2 + 4) * 393_216 * 3 / 4)
+    assert cost.state_bytes == 16 * PARAMETERS / 4
+    assert cost.sent_bytes == pytest.approx((2 * 2 * 2 + 4) * PARAMETERS * 3 / 4)
 
 
-def test_a_pipeline_divides_layers_and_is_idle_at_its_ends() -> None:
-    cost = parallel_3d_cost(config(), 2, 1, 1, WORK)
+def test_a_pipeline_divides_layers() -> None:
+    cost = parallel_3d_cost(size_of(config()), 2, 1, 1, WORK)
     assert cost.num_microbatches == 8
-    assert Times.of(cost, config(), WORK, Machine()).bubble_fraction == pytest.approx(1 / 9)
-    assert cost.state_bytes == 16 * (4 * 40_960 + 32_768)
+    assert cost.state_bytes == 16 * (4 * LAYER + 32_768)
     assert cost.sent_bytes == pytest.approx(8 * 2 * 2 * 1000 * 64)  # each microbatch, forward and back, in bfloat16
 
 
 def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> None:
-    cost = parallel_3d_cost(config(), 1, 2, 1, WORK)
+    cost = parallel_3d_cost(size_of(config()), 1, 2, 1, WORK)
     assert cost.num_microbatches == 4
-    assert cost.sent_bytes == (8 * 393_216 + 4 * 4 * 8 * 40_960) / 2
-    assert cost.gathered_bytes == 4 * 393_216 + 8 * (2 * 40_960 + 2 * 32_768)
+    whole = 8 * LAYER + 2 * 32_768
+    assert cost.sent_bytes == (8 * whole + 4 * 4 * 8 * LAYER) / 2
+    assert cost.gathered_bytes == 4 * whole + 8 * (2 * LAYER + 2 * 32_768)
 
 
-def test_the_best_split_fits_the_memory_where_one_does() -> None:
-    tight = Machine(memory_bytes=4e6)
-    assert parallel_3d_cost(config(), 1, 8, 1, WORK).memory_bytes > tight.memory_bytes
-    assert best_3d_cost(config(), 8, WORK, tight).memory_bytes <= tight.memory_bytes
-
-
-def test_fsdp2_reduces_every_microbatch_where_whole_gradients_do_not_fit() -> None:
-    default = fsdp2_cost(config(), 4, WORK)
-    tight = Machine(memory_bytes=default.memory_bytes - 1)
-    chosen = best_fsdp2_cost(config(), 4, WORK, tight)
-    assert best_fsdp2_cost(config(), 4, WORK, Machine()) == default
-    assert default.gathered_bytes - chosen.gathered_bytes == 4 * 393_216
-    assert chosen.sent_bytes - default.sent_bytes == 4 * 393_216 * 3 / 4  # two microbatches: one more reduce
+def test_reducing_every_microbatch_saves_whole_gradients_and_costs_a_reduce_each() -> None:
+    default, chosen = (fsdp2_cost(size_of(config()), 4, WORK, reduce_every_microbatch=each) for each in (False, True))
+    assert default.gradient_bytes - chosen.gradient_bytes == 4 * PARAMETERS
+    assert chosen.gradient_bytes == (2 + 4) * LAYER
+    assert chosen.sent_bytes - default.sent_bytes == 4 * PARAMETERS * 3 / 4  # two microbatches: one more reduce

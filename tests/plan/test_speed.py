@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.plan import MODELS
 from lightrl.engines.engine import PlannedEngine
 from lightrl.plan import GPUS, Gpu, PlannedRun, engine_memory, planned_time, role_cost
-from lightrl.plan.costs import num_parameters
 from lightrl.plan.memory import PlannedRole
+from lightrl.plan.sizes import LayerSize, ModelSize
 from lightrl.plan.speed import LOCAL_LAYER_S
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +24,10 @@ def run_of(model: str, **settings) -> PlannedRun:
     """16 trajectories of 1,024 tokens, half of them generated: the microbatch of the measurements."""
     values = dict(MODELS[model])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
-    parameters = num_parameters(config)
+    with torch.device("meta"):
+        size = ModelSize.of(AutoModelForCausalLM.from_config(config))
     fields = {
-        "roles": (PlannedRole("policy", config, parameters, parameters, range(1), is_compiled=True),), "world": 1,
+        "roles": (PlannedRole("policy", size, size.parameters, range(1), is_compiled=True),), "world": 1,
         "layout": "whole", "prompts": 4, "group_size": 4, "num_minibatches": 1, "update_epochs": 1,
         "microbatch_tokens": 16384, "prompt_tokens": 512, "new_tokens": 512, "longest": 1024, "is_mixed": True,
     }  # fmt: skip
@@ -57,7 +59,7 @@ def test_decoding_reads_weights_and_key_values_once_per_step():
     engine = PlannedEngine("SGLangEngine", "servers", servers=2, tp=2)
     run = run_of("qwen3-1.7b", engine=engine)
     (name, seconds, text), _, (_, sync_s, _) = planned_time(run, ROUND, None).phases
-    weights = 2 * num_parameters(run.roles[0].config) / 2  # bytes on each of two GPUs
+    weights = 2 * run.roles[0].parameters / 2  # bytes on each of two GPUs
     key_values = 8 * 768 * (2 * 28 * 8 * 128 * 2) / 2  # eight rows, 768 tokens on average, over two GPUs
     step_s = (weights + key_values) / (0.6 * 1e12)
     assert name == "rollout"
@@ -89,7 +91,7 @@ def test_more_work_takes_longer_by_its_passes():
     role = run_of("qwen3-0.6b").roles[0]
     assert update_s(roles=(replace(role, trained=1),)) == pytest.approx(2 / 3 * once)
     assert update_s(roles=(replace(role, ranks=range(4)),)) == pytest.approx(once / 4)
-    time = planned_time(run_of("qwen3-0.6b"), ROUND, None, ["policy", "policy"])
+    time = planned_time(run_of("qwen3-0.6b", inferring=["policy", "policy"]), ROUND, None)
     assert time.phases[0][1] == pytest.approx(2 / 3 * once)
 
 
@@ -97,9 +99,9 @@ def test_slow_links_limit_an_update_beyond_a_node():
     fast = replace(ROUND, link_bytes_per_s=1e15)
     node, nodes = (run_of("qwen3-1.7b").over(world) for world in (8, 16))
     assert "limited by communication" not in planned_time(node, fast, None).phases[-1][2]
-    ((_, seconds, text),) = planned_time(nodes, fast, None).phases
+    ((_, seconds, text),) = planned_time(nodes, replace(fast, network_bytes_per_s=1e9), None).phases
     assert "limited by communication" in text
-    assert seconds == pytest.approx(role_cost(nodes, nodes.roles[0]).sent / 50e9)
+    assert seconds == pytest.approx(role_cost(nodes, nodes.roles[0]).sent / 8e9)  # eight adapters of a node
 
 
 def test_the_cost_is_that_of_all_gpus_and_a_rollout_during_the_update_is_free():
@@ -117,10 +119,26 @@ def test_the_cost_is_that_of_all_gpus_and_a_rollout_during_the_update_is_free():
 
 def test_a_mixture_counts_the_experts_that_a_token_uses():
     run = run_of("qwen3-1.7b")
-    role = run.roles[0]
-    role.config.num_experts, role.config.num_experts_per_tok = 8, 2
-    mixture = replace(role, expert_parameters=role.parameters // 2)
-    assert planned_time(replace(run, roles=(mixture,)), ROUND, None).total_s < planned_time(run, ROUND, None).total_s
-    del role.config.num_experts
-    with pytest.raises(ValueError, match="does not say how many experts"):
-        planned_time(replace(run, roles=(mixture,)), ROUND, None)
+    role, (layer,) = run.roles[0], run.roles[0].size.layers
+    half = layer.parameters // 2
+    mixture = LayerSize(layer.num, layer.parameters - half, 0, half, experts=8, expert_width=1)
+    mixed = replace(run, roles=(replace(role, size=replace(role.size, layers=(mixture,), used=2)),))
+    assert mixed.roles[0].parameters == role.parameters
+    in_use = role.size.in_layers - layer.num * half * 6 / 8
+    assert mixed.roles[0].size.used_in_layers == pytest.approx(in_use)
+    assert planned_time(mixed, ROUND, None).total_s < planned_time(run, ROUND, None).total_s
+
+
+def test_what_neighbors_exchange_and_what_waits_on_the_host_comes_on_top_of_the_compute():
+    run = run_of("qwen3-1.7b").over(4)
+
+    def update_s(changed: PlannedRun) -> float:
+        return planned_time(changed, replace(ROUND, host_bytes_per_s=1e10), None).phases[-1][1]
+
+    shared = replace(run, roles=(replace(run.roles[0], cp=2),))
+    assert update_s(shared) - update_s(run) == pytest.approx(role_cost(shared, shared.roles[0]).sent_near / 1e11)
+    moments = 2 * 4 * run.roles[0].parameters / 4
+    assert update_s(replace(run, offloads=["optimizer"])) - update_s(run) == pytest.approx(2 * moments / 1e10)
+    staged = replace(run, layout="3D", microbatch_tokens=2048, roles=(replace(run.roles[0], pp=4),))
+    times = [planned_time(each, replace(ROUND, link_bytes_per_s=1e18), None).phases[-1][1] for each in (staged, run)]
+    assert times[0] == pytest.approx(times[1] * (8 + 4 - 1) / 8)  # eight microbatches

@@ -291,3 +291,48 @@ def test_a_column_that_holds_a_chat_is_text_in_the_rubric():
     server = Server()
     server.judge(trajectory_that("42", question=chat, other=parts), rubric="{question}|{other}|{completion}")
     assert server.requests[0]["messages"][0]["content"] == "Compute.\n\n6 * 7?|6 * 7?|42"
+
+
+CRITERIA = [{"name": "units", "description": "Has units.", "weight": 3}, {"name": "Is short", "description": "Brief."}]
+
+
+def judged(server: Server, rubric: str, criteria: object = CRITERIA, **settings: object) -> object:
+    row = trajectory_that("42", question="6 * 7?", rubric=criteria)
+    return server.judge(row, rubric=rubric, criteria="rubric", **settings)[0]
+
+
+def test_named_criteria_are_scored_in_one_answer_or_one_each_and_weighted():
+    together = Server("Well: 3.\n- **units**: 8/10\nIs short: 2")
+    assert judged(together, "{completion}\n{criteria}") == {
+        "reward": pytest.approx((3 * 0.8 + 0.2) / 4), "units": 0.8, "Is short": 0.2,
+        "extracted": "Well: 3.\n- **units**: 8/10\nIs short: 2",
+    }  # fmt: skip
+    assert together.requests[0]["messages"][0]["content"] == "42\n- units: Has units.\n- Is short: Brief."
+    each = Server("Score: 8", "Score: 2")
+    found = judged(each, "{completion}: {criterion}", max_concurrent=1)
+    assert (found["units"], found["Is short"]) == (0.8, 0.2)
+    asked = [request["messages"][0]["content"] for request in each.requests]
+    assert asked == ["42: units: Has units.", "42: Is short: Brief."]
+
+
+@pytest.mark.parametrize(
+    "answer", ["units: 8", "units: 8\nIs short: good", "units: 8\nIs short: 7-8", "units: 80\nIs short: 2"]
+)
+def test_a_criterion_without_a_readable_score_drops_the_trajectory(answer: str):
+    assert isinstance(judged(Server(answer), "{criteria}"), RewardError)
+
+
+@pytest.mark.parametrize("criteria", [None, [], "units", [{"weight": 1}], [{"name": "reward"}],
+                                      [{"name": "a"}, {"name": "a"}], [{"name": "a", "weight": -1}]])  # fmt: skip
+def test_a_row_without_named_criteria_drops_the_trajectory(criteria: object):
+    found = judged(Server(), "{criteria}", criteria)
+    assert isinstance(found, RewardError)
+    assert "must be a column with a list of" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("rubric", "column"), [("{criteria}", None), ("{completion}", "rubric"), ("{criteria}{criterion}", "rubric")]
+)
+def test_a_rubric_has_the_place_of_its_criteria(rubric: str, column: str | None):
+    with pytest.raises(ValueError, match=r"must contain \{criteria\} or \{criterion\}"):
+        LLMJudge(url="http://there", model="m", rubric=rubric, criteria=column)

@@ -3,6 +3,7 @@
 tests/trainer/test_layouts.py has whole runs, and tests/strategies/test_families.py the families of models.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,11 @@ MORE: list[list[Any]] = [
     [4, 2, "qwen3_moe", "checkpointed"],
     [4, 2, "shared critic", "one token"],
 ]
+
+
+SCALED = family_spec("granite")
+SCALED = replace(SCALED, config={**dict(SCALED.config or {}), "logits_scaling": 2.0})
+STABLE = replace(SCALED, config={**dict(SCALED.config or {}), "model_type": "stablelm"})
 
 
 @pytest.fixture(
@@ -58,6 +64,8 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
         (family_spec("falcon_h1"), {"cp": 2}, "'falcon_h1' does not allow it: its tokens interact"),
         (family_spec("deepseek_v32"), {"cp": 2}, "'deepseek_v32' does not allow it: its tokens interact"),
         (tiny_spec("gemma2 with capped logits"), {"cp": 2}, "'gemma2' does not allow it: its tokens interact"),
+        (SCALED, {"cp": 2}, "'granite' does not allow it: .* or it changes logits"),
+        (STABLE, {"cp": 2}, "'stablelm' does not allow it: its tokens interact"),
         (tiny_spec(attn_implementation="eager"), {"cp": 2}, "interact beyond causal SDPA attention"),
         (
             Role(tiny_spec(), mesh=RoleMesh(0, 2)),
@@ -65,7 +73,18 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
             "whose roles have no mesh, got GRPO",
         ),
     ],
-    ids=["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "capped", "attention", "mesh"],
+    ids=[
+        "ranks",
+        "heads",
+        "hybrid",
+        "parallel hybrid",
+        "sparse",
+        "capped",
+        "scaled",
+        "own attention",
+        "attention",
+        "mesh",
+    ],
 )
 def test_what_cannot_be_cut_is_refused_before_a_device_is_touched(
     policy: ModelSpec | Role, settings: dict[str, Any], message: str

@@ -10,12 +10,14 @@ from benchmarks.families import (
     ROWS,
     TOLERANCE,
     Row,
+    family_spec,
     make_folder,
     measure,
     measure_ranks,
     measure_replay,
     with_tables,
 )
+from lightrl.strategies.layouts.packing_trial import refuses_packing
 
 REFUSED = {"minimax", "mamba2", "zamba2", "deepseek_v32", "glm_moe_dsa"}
 # Those whose experts transformers has a plan for.
@@ -77,6 +79,12 @@ def test_a_family_whose_rows_cannot_be_cut_is_refused(family, tmp_path):
     make_folder(family, str(tmp_path))
     with pytest.raises(ValueError, match=f"'{family}' does not allow it: its tokens interact beyond causal SDPA"):
         measure_ranks(str(tmp_path), 2, cp=2)
+
+
+def test_a_family_that_can_be_packed_is_not_refused_early():
+    packed = sorted(set(ALL) - {*REFUSED, *NOT_PACKED})
+    assert len(packed) > 30
+    assert not [name for name in packed if refuses_packing(family_spec(name).load_config(), has_logits=True)]
 
 
 @pytest.mark.extra

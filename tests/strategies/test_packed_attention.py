@@ -75,15 +75,15 @@ def fake_grouped_varlen(*inputs, enable_gqa=False, **options):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("kernel", ["flash", "flash of groups", "flex", "sdpa"])
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("prompts", [None, (-1, -1, 0, -1, 3, 3, 3)], ids=["apart", "of shared prompts"])
+@pytest.mark.parametrize("parents", [None, (-1, -1, 0, -1, 3, 4, 3)], ids=["apart", "of a tree"])
 def test_each_kernel_keeps_trajectories_apart(
-    kernel: str, window: int | None, prompts: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    kernel: str, window: int | None, parents: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     varlen = fake_grouped_varlen if kernel == "flash of groups" else fake_varlen
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     monkeypatch.setattr(packed_attention, "_compiled_flex", lambda: flex_attention)  # its reference; needs no compiler
     lengths = [100, 0, 1, 130, 30, 29, 31]
-    rows = PackedRows(lengths, CPU, prompt_indices=prompts)
+    rows = PackedRows(lengths, CPU, parents=parents)
     inputs = heads(sum(lengths), int(rows.key_starts[-1]))
     if kernel == "flex":  # forward only: torch 2.13 has no backward of it on a CPU
         inputs = tuple(tensor.detach() for tensor in inputs)
@@ -98,17 +98,19 @@ def test_each_kernel_keeps_trajectories_apart(
 
 
 def test_a_completion_sees_the_keys_of_its_prompt_before_its_own() -> None:
-    rows = PackedRows([2, 0, 1, 3, 2], CPU, prompt_indices=[-1, 0, 0, -1, 3])
+    rows = PackedRows([2, 0, 1, 3, 2], CPU, parents=[-1, 0, 0, -1, 3])
     assert rows.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7]
     assert (rows.starts.tolist(), rows.key_starts.tolist()) == ([0, 2, 3, 6, 8], [0, 2, 5, 8, 13])
+    chain = PackedRows([2, 0, 1, 3, 2], CPU, parents=[-1, 0, 0, 2, 2])
+    assert chain.keys.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7]
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
-@pytest.mark.parametrize("prompts", [None, (-1, 0, 0, -1, 3, 3)], ids=["apart", "of shared prompts"])
+@pytest.mark.parametrize("parents", [None, (-1, 0, 0, -1, 3, 4)], ids=["apart", "of a tree"])
 def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(
-    window: int | None, prompts: tuple[int, ...] | None
+    window: int | None, parents: tuple[int, ...] | None
 ) -> None:
-    rows = PackedRows([200, 300, 1, 12, 512, 60], CPU, prompt_indices=prompts)
+    rows = PackedRows([200, 300, 1, 12, 512, 60], CPU, parents=parents)
     mask = torch.nn.functional.pad(dense_mask(rows, window), (0, 128, 0, 128))  # torch asks beyond the end
     size = int(rows.starts[-1]), int(rows.key_starts[-1])
     dense = create_block_mask(lambda batch, head, query, key: mask[query, key], None, None, *size, device="cpu")
@@ -124,7 +126,7 @@ def test_the_blocks_of_flex_attention_are_those_of_a_dense_mask(
         )
     )
     assert mine[1] == theirs[1]
-    if prompts is None:
+    if parents is None:
         assert mine[0] == theirs[0]
     else:  # where a window ends between a prompt and its completion, a block that nobody sees may be among them
         assert all(set(some) <= set(more) for some, more in zip(theirs[0], mine[0], strict=True))
@@ -243,7 +245,7 @@ def test_layers_that_compute_in_bfloat16_are_packed_too(monkeypatch: pytest.Monk
     strategy.parallel_devices = [CPU]
     strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     strategy.shard(model)  # hidden states stay in float32
-    assert SingleModel(model, LogprobSettings(), form="packed").shares_packed_prompts
+    assert SingleModel(model, LogprobSettings(), form="packed").packs_prefixes
 
 
 def test_a_model_whose_attention_is_not_plain_is_not_packed() -> None:

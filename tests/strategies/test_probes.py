@@ -10,11 +10,9 @@ from tiny import FAMILIES, VOCABULARY, random_experience, tiny_model
 from transformers import MambaConfig, MambaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from benchmarks.families import family_spec
-from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.strategies.layouts.probes import can_pack, exact_layouts, head_is_plain
-from lightrl.strategies.layouts.shared_prefix import LAYOUTS
+from lightrl.strategies.layouts.probes import can_mask, can_pack, head_is_plain
 
 PLAIN = ["llama", "qwen2", "qwen3", "gpt2"]
 
@@ -31,30 +29,29 @@ def test_a_cap_is_found_though_it_hardly_changes_the_logits_of_small_weights() -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefixes_are_shared_under_full_attention_only(family: str) -> None:
-    assert exact_layouts(tiny_model(family)) == (LAYOUTS if family in PLAIN else {})
+    assert can_mask(tiny_model(family)) == (family in PLAIN)
 
 
 def test_a_mask_that_the_model_does_not_follow_is_found() -> None:
     model = tiny_model("qwen3")
-    forward, name = model.base_model.forward, cache_argument(model.base_model)
-    model.base_model.forward = lambda cache=None, attention_mask=None, position_ids=None, **inputs: forward(
-        **inputs | {name: cache}
-    )
-    assert exact_layouts(model).keys() == {"shared_keys"}
+    forward = model.base_model.forward
+    model.base_model.forward = lambda attention_mask=None, **inputs: forward(**inputs)
+    assert not can_mask(model)
 
 
 @pytest.mark.parametrize("family", PLAIN)
 def test_packed_rows_and_shared_prefixes_are_exact_for_common_families(family: str) -> None:
     assert can_pack(tiny_model(family))
     assert can_pack(tiny_model(family, dtype=torch.bfloat16))
-    assert exact_layouts(tiny_model(family, dtype=torch.bfloat16)) == LAYOUTS
+    assert can_pack(tiny_model(family), shares_prefixes=True)
+    assert can_mask(tiny_model(family, dtype=torch.bfloat16))
 
 
 def test_a_state_that_runs_through_the_row_can_be_neither_packed_nor_shared() -> None:
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4, use_cache=False)
     model = MambaForCausalLM(config).eval()
     assert not can_pack(model)
-    assert not exact_layouts(model)
+    assert not can_mask(model)
 
 
 def keep_apart(monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
@@ -133,7 +130,7 @@ def test_a_row_beyond_longropes_original_length_is_refused() -> None:
 def test_rotary_angles_that_depend_on_the_length_of_a_forward_are_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     model = tiny_model("llama", rope_parameters=rope)
-    assert not exact_layouts(model)
+    assert not can_mask(model)
     assert not can_pack(model)
 
 

@@ -1,4 +1,4 @@
-"""Which prompts share what, by hand; that sharing is exact is tested with the other forms in test_single.py."""
+"""Which rows share what, by hand, and that a tree has the hidden states and the gradient of its rows."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_experience, tiny_model
+from tiny import gradients, tiny_model
 from torch.testing import assert_close
+from transformers import PreTrainedModel
 
 from lightrl.experience import Experience
 from lightrl.functional import predicting_positions
-from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies.layouts import shared_prefix
-from lightrl.strategies.layouts.shared_prefix import (
-    LAYOUTS,
-    Row,
-    find_shared_prompts,
-    packed,
-    shared_hidden,
-    shared_rows,
-)
+from lightrl.strategies.layouts.shared_prefix import Prefixes, packed, shared_hidden, shared_rows
 
 
 def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
@@ -42,65 +36,133 @@ def experience(*rows: tuple[int, Sequence[int], Sequence[int]]) -> Experience:
     )
 
 
-def test_a_group_shares_its_prompt() -> None:
-    prompts = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6, 7], [2, 3])))
-    assert prompts == [Row(num_prompt_tokens=2, members=[0, 1], sizes=[0, 1])]
+def segments_of(*rows: tuple[int, Sequence[int], Sequence[int]], min_tokens: int = 1) -> list[tuple[int, ...]]:
+    """(row, start, end, parent) of each segment."""
+    return [tuple(segment) for segment in Prefixes.of(experience(*rows)).tree(min_tokens).segments]
 
 
-def test_equal_prompts_of_different_groups_are_kept_apart() -> None:
-    assert len(find_shared_prompts(experience((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])))) == 2
+def test_rows_that_part_twice_share_two_segments() -> None:
+    rows = (0, [3, 4, 5, 9], [2]), (0, [3, 4, 6, 7, 2, 9], [2]), (0, [3, 4, 6, 7, 8, 9], [2])
+    assert segments_of(*rows) == [(0, 0, 2, -1), (0, 2, 3, 0), (1, 2, 4, 0), (1, 4, 5, 2), (2, 4, 5, 2)]
 
 
-def test_a_group_whose_prompts_differ_shares_what_is_equal() -> None:
-    prompts = find_shared_prompts(experience((0, [3, 4, 5], [2]), (0, [3, 9, 5], [2]), (0, [3, 9, 6], [2])))
-    assert [prompt.members for prompt in prompts] == [[0], [1, 2]]
+def test_a_row_that_another_continues_has_no_segment_of_its_own() -> None:
+    tree = Prefixes.of(experience((0, [3, 4, 5, 9], [2]), (0, [3, 4, 5, 8, 7, 9], [2]))).tree()
+    assert tree.segments == [(0, 0, 3, -1), (1, 3, 5, 0)]
+    assert (tree.last_segments, tree.is_chain, tree.num_tokens) == ({0: 0, 1: 1}, True, 5)
 
 
-def test_the_prompt_of_several_turns_ends_before_the_first_loss_token() -> None:
-    assert find_shared_prompts(experience((0, [3, 4, 5, 8, 6], [2, 4]))) == [Row(2, [0], [2])]
+def test_equal_rows_of_different_groups_are_kept_apart() -> None:
+    assert segments_of((0, [3, 4, 5], [2]), (1, [3, 4, 5], [2])) == [(0, 0, 2, -1), (1, 0, 2, -1)]
 
 
-def test_a_packed_row_has_a_prompt_once_before_its_completions() -> None:
-    layout = packed([Row(2, [0, 1], [1, 2])], (2, 5))
-    assert (layout.rows.tolist(), layout.columns.tolist()) == ([0, 0, 0, 1, 1], [0, 1, 2, 2, 3])
-    assert (layout.lengths, layout.prompts) == ([2, 1, 2], [-1, 0, 0])
-    assert layout.flat_indices.tolist() == [[0, 1, 2, -1, -1], [-1, 1, 3, 4, -1]]
+def test_a_short_segment_is_repeated_and_a_longer_one_below_it_is_not() -> None:
+    rows = (0, [1, 2, 5, 9], [2]), (0, [1, 2, 3, 4, 6, 9], [2]), (0, [1, 2, 3, 4, 7, 9], [2])
+    assert segments_of(*rows, min_tokens=3) == [(1, 0, 4, -1), (1, 4, 5, 0), (2, 4, 5, 0), (0, 0, 3, -1)]
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 150))
-def test_every_completion_is_in_one_row_which_is_short_where_it_can_be(sizes: list[int], num_prompt: int) -> None:
-    rows = [row for part in shared_rows([Row(num_prompt, list(range(len(sizes))), sizes)]) for row in part]
-    assert sorted(member for row in rows for member in row.members) == list(range(len(sizes)))
-    for row in rows:
-        assert row.sizes == [sizes[member] for member in row.members]
-        assert row.num_tokens == num_prompt + sum(row.sizes)
-        assert row.num_tokens <= shared_prefix.MAX_ROW_TOKENS or len(row.members) == 1
+def test_a_packed_row_has_each_segment_after_those_it_follows() -> None:
+    tree = Prefixes.of(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6, 7], [2, 3]))).tree()
+    layout = packed(tree, (2, 5))
+    assert (layout.rows.tolist(), layout.columns.tolist()) == ([0, 0, 1], [0, 1, 2])
+    assert (layout.lengths, layout.parents) == ([2, 1], [-1, 0])
+    assert layout.flat_indices.tolist() == [[0, 1, -1, -1, -1], [0, 1, 2, -1, -1]]
 
 
-@pytest.mark.parametrize("overhead_tokens", [0, 256])
+rows_of_few_tokens = st.lists(
+    st.tuples(st.integers(0, 1), st.lists(st.integers(0, 1), min_size=2, max_size=9)), min_size=1, max_size=9
+)
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(rows_of_few_tokens, st.integers(1, 12), st.integers(1, 4))
+def test_trees_contain_each_row_and_each_prefix_once(
+    rows: list[tuple[int, list[int]]], max_tokens: int, min_tokens: int
+) -> None:
+    made = experience(*((group, ids, [len(ids) - 1]) for group, ids in rows))
+    prefixes = Prefixes.of(made)
+    prefixes_by_hand = {(group, *ids[:end]) for group, ids in rows for end in range(1, len(ids))}
+    assert prefixes.tree().num_tokens == len(prefixes_by_hand)
+    parts = prefixes.chunks(max_tokens)
+    assert [row for part in parts for row in part.order] == prefixes.order
+    assert all(part.tree().num_tokens <= max_tokens or len(part.order) == 1 for part in parts)
+    layout = packed(prefixes.tree(min_tokens), made.token_ids.shape)
+    assert len(layout.rows) >= len(prefixes_by_hand)
+    for row, (_, ids) in enumerate(rows):
+        indices = layout.flat_indices[row]
+        assert made.token_ids[layout.rows, layout.columns][indices[: len(ids) - 1]].tolist() == ids[:-1]
+        assert (indices[len(ids) - 1 :] == -1).all()
+
+
+def conversations(*, num_rows: int = 4, num_groups: int = 3) -> Experience:
+    """Rows of an agent, each of which continues half of the row before it; every group's rows part at other tokens."""
+    generator, rows = torch.Generator().manual_seed(0), []
+    for group in range(num_groups):
+        ids: list[int] = []
+        for _ in range(num_rows):
+            ids = ids[: len(ids) // 2] + torch.randint(17, (6 + 3 * group,), generator=generator).tolist()
+            rows.append((group, ids, range(len(ids) - 4, len(ids))))
+    return experience(*rows)
+
+
 @pytest.mark.parametrize("max_tokens", [1, 8, 128])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hidden_states_do_not_depend_on_the_rows(layout, max_tokens, overhead_tokens, monkeypatch):
+def test_hidden_states_do_not_depend_on_the_rows(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "MAX_ROW_TOKENS", max_tokens)
-    monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", overhead_tokens)
-    model, made = tiny_model(), random_experience(num_groups=4)
-    plan = LAYOUTS[layout](find_shared_prompts(made))
+    monkeypatch.setattr(shared_prefix, "CALL_OVERHEAD_TOKENS", 0)
+    model, made = tiny_model(), conversations()
     whole = model.base_model(input_ids=made.token_ids, use_cache=False).last_hidden_state
     places: list[list[int]] = []
-    at = predicting_positions(made.loss_mask)
+    at, plan = predicting_positions(made.loss_mask), shared_rows(Prefixes.of(made))
     for rows, columns, hidden in shared_hidden(model, made.token_ids, at, plan, lambda _, ids: {"input_ids": ids}):
         assert_close(hidden, whole[rows, columns])
         places += torch.stack([rows, columns], 1).tolist()
     assert sorted(places) == torch.stack(at, 1).tolist()
 
 
+def in_float64(family: str) -> PreTrainedModel:
+    """transformers' norms compute in float32 and would round differently in each layout; torch's keep the dtype."""
+    model = tiny_model(family, dtype=torch.float64)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__.endswith("RMSNorm"):
+                norm = torch.nn.RMSNorm(child.weight.shape, child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(module, name, norm)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral with a window"])
+def test_the_gradient_of_a_tree_is_that_of_its_rows_in_float64(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last hidden states: the head computes in float32. Segments start anywhere, so positions count."""
+    monkeypatch.setattr(single, "MIN_SEGMENT_TOKENS", 1)
+    model, made = in_float64(family), conversations()
+    weights = torch.randn(*made.token_ids.shape, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for form in ("rectangles", "shared_rows", "packed"):
+        if form == "shared_rows" and "window" in family:
+            continue  # a mask of the whole row says nothing about windows
+        parallel = SingleModel(model, LogprobSettings(), form=form)
+        plan = parallel.choose(made)[1]
+        num_tokens = sum(tree.num_tokens for trees in plan for tree in trees)
+        assert num_tokens < 0.9 * int((made.lengths - 1).sum())
+        assert bool(plan) == (form != "rectangles")
+        ((rows, columns, hidden),) = parallel.states(made)
+        (hidden.tanh() * weights[rows, columns, : hidden.shape[1]]).sum().backward()
+        found[form] = gradients(model)
+    largest = max(float(value.abs().max()) for value in found["rectangles"].values())
+    for form, values in found.items():
+        assert values.keys() == found["rectangles"].keys()
+        for name, value in values.items():
+            error = float((value - found["rectangles"][name]).abs().max())
+            assert error <= 1e-10 * largest, (form, name, error / largest)
+
+
 @pytest.mark.parametrize(
-    ("prompt", "completion", "expected"), [(8, 4, "shared_rows"), (600, 100, "shared_keys"), (2, 600, "rectangles")]
+    ("prompt", "completion", "expected"), [(8, 4, "shared_rows"), (600, 100, "packed"), (2, 600, "rectangles")]
 )
 def test_the_cheapest_form_is_taken(prompt: int, completion: int, expected: str) -> None:
     """Four samples of each of four prompts; rows of a mask are short, and a prompt of two tokens is worth no call."""
     trained = range(prompt, prompt + completion)
-    rows = [(group, [group] * (prompt + completion), trained) for group in range(4) for _ in range(4)]
+    rows = [(group, [group] * prompt + [3 + sample] * completion, trained) for group in range(4) for sample in range(4)]
     form, _ = SingleModel(tiny_model(), LogprobSettings()).choose(experience(*rows))
     assert form == expected

@@ -25,7 +25,7 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.strategies.single import Form
 from lightrl.trajectory import Prompt, Trajectory
 
-FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_rows", "packed"]
 FORMS_OF: dict[str, list[Form]] = {  # of the families whose attention does not allow all of them
     "mistral with a window": ["rectangles", "packed"],
     "gemma2 with capped logits": ["rectangles"],

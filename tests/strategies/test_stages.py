@@ -15,7 +15,7 @@ from lightrl.strategies.parallel_3d.stages import Feed, Stage
 from lightrl.strategies.parallel_3d.tensor_plans import LogitTransform
 
 ONE_RANK: Any = SimpleNamespace(size=lambda: 1)
-DEFAULT = {"qwen3", "gemma3_text", "granite", "glm4"}
+DEFAULT = {"qwen3", "gemma3_text", "granite", "glm4", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize(

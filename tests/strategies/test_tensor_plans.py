@@ -30,6 +30,7 @@ SPLIT = [
     "vaultgemma", "exaone4", "arcee", "jais2", "starcoder2",
 ]  # fmt: skip
 IN_SLICES, IN_STAGES = [*SPLIT, "nemotron", "nanochat"], [*SPLIT, "glm", "glm4", "olmo2", "olmo3", "apertus"]
+IN_STAGES += ["qwen3_5_text", "olmo_hybrid"]  # hybrids
 
 
 @pytest.mark.parametrize("family", [*IN_SLICES, *IN_STAGES[len(SPLIT) :]])

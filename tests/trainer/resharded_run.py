@@ -32,7 +32,8 @@ from lightrl.strategies import AtomicCheckpointIO, whole
 SPEC = ModelSpec(
     config={**CONFIG, "num_hidden_layers": 2, "num_key_value_heads": 2}, tokenizer="tiny_run.tokenizer", seed=3
 )
-ADAPTED = {"policy": Role(SPEC, lora=LoRA(rank=2))}
+ADAPTED = {name: Role(SPEC, lora=LoRA(rank=2)) for name in ("policy", "critic")}
+EXPORTS: dict[str, dict[str, Any]] = {"policy": {}, "critic": {"role": "critic"}, "merged policy": {"merged": True}}
 ON_BODY = {
     "critic": "shared",
     "reference": AdaptiveKL(0.1, Role(replace(SPEC, seed=4), offload=True), decay=0.5),  # a moving one is saved
@@ -63,7 +64,7 @@ def train(folder, name, *, settings=None, ckpt_path=None, **spread):
     callbacks: list[Any] = []
     if ckpt_path is None:
         callbacks += [ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
-        callbacks += [HuggingFaceExport(str(folder / f"{name} {role}"), role=role) for role in ("policy", "critic")]
+        callbacks += [HuggingFaceExport(str(folder / f"{name} {kind}"), **EXPORTS[kind]) for kind in EXPORTS]
     trainer = make_trainer(
         folder, max_steps=4, callbacks=callbacks, enable_checkpointing=ckpt_path is None, gradient_clip_val=0.5,
         **spread,
@@ -138,7 +139,9 @@ def work(size: int, folder: Path) -> dict[str, Any]:
         found["dry runs"] = [dry_run(folder), dry_run(folder, SavesAnObject())]
         wider = replace(SPEC, config={**SPEC.config, "intermediate_size": 24})  # type: ignore[dict-item]
         found["another model"] = refusal(folder, TinyPPO(wider))
-        found["adapters"] = train(folder, "adapters", settings=ADAPTED, devices=2, strategy="FSDP2Strategy")
+        SPEC.load_model().save_pretrained(folder / "base")
+        for name, strategy in (("adapters", FSDP2Strategy()), ("adapters in stages", Parallel3DStrategy(pp=2))):
+            found[name] = train(folder, name, settings=ADAPTED, devices=2, strategy=strategy)
         return found
     stages, tensors = {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1, "dp": 2, "tp": 2}
     for name, settings in (("split", {}), ("on the body", ON_BODY)):

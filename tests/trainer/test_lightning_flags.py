@@ -207,6 +207,7 @@ def test_every_precision_trains_validates_and_predicts(precision: Any, tmp_path:
     assert {value.dtype for value in after.values()} == {dtype}
     assert any(not torch.equal(before[name].to(dtype), after[name]) for name in after)
     assert 0 <= trainer.callback_metrics["val/reward"] <= 1
+    assert trainer.engine.dtypes() == {"float32" if precision == "32-true" else "bfloat16"}
     assert trainer.callback_metrics["policy/kl_behavior_nats"] < (1e-9 if precision == "32-true" else 0.1)
     assert trainer.predict(module, datamodule=Digits())
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from peft import PeftModel
 from rank_scripts import ROUNDING, finished, left_by, run
-from resharded_run import ADAPTED, ON_BODY, SPEC, TinyPPO, train
+from resharded_run import ADAPTED, EXPORTS, ON_BODY, SPEC, TinyPPO, train
+from safetensors.torch import load_file
 from tiny_run import Digits, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -104,6 +106,25 @@ def test_the_command_exports_what_the_run_did(saved, role, kind, folder, tmp_pat
     request.getfixturevalue("two" if saved == "two ranks" else "four")
     export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / "model", role=role, tokenizer=SPEC.tokenizer)
     assert same_tensors(tmp_path / "model", folder / f"{saved} {role}", kind)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
+@pytest.mark.parametrize("saved", ["adapters", "adapters in stages"])
+def test_ranks_export_every_adapter_and_merge_as_peft_does(saved: str, two: Any, folder: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+    loaded = PeftModel.from_pretrained(base, folder / f"{saved} policy")
+    names = {name.replace(".default", "") for name, _ in loaded.named_parameters() if ".lora_" in name}
+    assert load_file(folder / f"{saved} policy" / "adapter_model.safetensors").keys() == names
+    assert len(names) == 2 * 7 * 2  # A and B of the linear layers of two layers
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"{saved} merged policy").state_dict()
+    for name, value in loaded.merge_and_unload().state_dict().items():
+        assert (merged[name] - value).abs().max() <= ROUNDING * value.abs().max(), name
+    for kind, settings in EXPORTS.items():
+        export_checkpoint(folder / saved / "step=4.ckpt", tmp_path / kind, tokenizer=SPEC.tokenizer, **settings)
+        for file in (tmp_path / kind).glob("*.safetensors"):
+            found, expected = load_file(folder / f"{saved} {kind}" / file.name), load_file(file)
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_two_ranks_refuse_the_checkpoint_of_another_model(two: dict[str, Any]) -> None:

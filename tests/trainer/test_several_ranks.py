@@ -87,7 +87,7 @@ def test_a_rank_that_raises_ends_all_with_its_rank_and_traceback(tmp_path: Path)
     assert done.returncode != 0
     assert "[rank 0, in 'update'] Rank 1 failed in 'update'" in done.stderr
     assert 'raise ValueError("raised on purpose")' in done.stderr
-    assert done.stderr.rstrip().endswith("Rank 1 failed in 'update': ValueError: raised on purpose")
+    assert "Rank 1 failed in 'update': ValueError: raised on purpose" in done.stderr  # the ranks' ends have no order
     assert done.stderr.count("No checkpoint was saved") <= 1  # of the rank that failed, not of the one that had to end
     assert not (tmp_path / "raise").exists()  # no checkpoint of half the ranks
 

@@ -1,6 +1,9 @@
 """Engines that acknowledge an update and have other weights, in a real fit: each ends the run or is dropped."""
 
 import asyncio
+import os
+import signal
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import torch
 from fake_sglang.process import FakeServerProcess
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM
 from waits import Deadlines, until
@@ -77,13 +81,23 @@ def test_servers_that_only_report_their_version_log_no_verified_fraction(tmp_pat
 
 
 def test_updates_in_bfloat16_with_an_engine_in_float32_are_within_the_mismatch_bound(tmp_path):
-    """The probe is scored in float32, the trained tokens under autocast."""
+    """Both the probe and the trained tokens are computed under autocast."""
     peaked = ModelSpec(config={**CONFIG, "initializer_range": 0.4}, tokenizer="tiny_run.tokenizer", seed=3)
-    trainer = fit(tmp_path, Faulty("no parameter"), policy=peaked, precision="bf16-mixed", group_size=32)
+    engine = Faulty("no parameter")
+    engine.dtype = "float32"
+    trainer = fit(tmp_path, engine, policy=peaked, precision="bf16-mixed", group_size=32)
     metrics = trainer.callback_metrics
     assert float(metrics["sync/num_present_tokens"]) >= MIN_MISMATCH_TOKENS
     assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) > bound_nats(2**-23, 2.0) + MISMATCH_NATS
-    assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert float(metrics["sync/probe_abs_dlogp_nats"]) > bound_nats(2**-23, 2.0)
+
+
+@pytest.mark.parametrize(("dtypes", "advises"), [(["float32"], True), (["bfloat16"], False)])
+def test_a_mismatch_names_the_dtypes_of_both_and_first_blames_a_difference_between_them(dtypes, advises):
+    rounding = Rounding(2**-7, 2**-23, "bfloat16", dtypes)
+    with pytest.raises(WeightSyncError, match=f"for bfloat16 in the trainer and {dtypes[0]} in the engine") as caught:
+        check_mismatch("the current weights", 100, mean=1.0, largest=1.0, entropy=1.0, rounding=rounding)
+    assert ("First set the engine's dtype to the trainer's" in str(caught.value)) == advises
 
 
 @pytest.mark.parametrize(
@@ -98,6 +112,21 @@ def test_updates_in_bfloat16_with_an_engine_in_float32_are_within_the_mismatch_b
 def test_the_bound_is_several_times_what_healthy_engines_differ_by(dtype, mean_abs_logprob, healthy, bound):
     assert bound_nats(torch.finfo(dtype).eps, mean_abs_logprob) == pytest.approx(bound, rel=0.01)
     assert bound > 3 * healthy
+
+
+class NeverScores(LocalEngine):
+    """Gets SIGTERM while it waits for an answer to the probe, as of servers that die at each request."""
+
+    probe_every_n_loads = 1
+
+    def score(self, sequences):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+
+def test_sigterm_while_the_first_probe_waits_ends_the_run_at_once(tmp_path):
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, NeverScores())
 
 
 class StaleCache(LocalEngine):
@@ -245,7 +274,7 @@ def test_right_rows_pass_where_all_are_compared(max_staleness, settings, tmp_pat
 
 def signed(differences: torch.Tensor) -> None:
     """Checks differences in float32 at an entropy of 2 nats."""
-    rounding = Rounding(2**-23, 2**-23, 2**-23, ["float32"])
+    rounding = Rounding(2**-23, 2**-23, "float32", ["float32"])
     sizes = differences.abs()
     check_mismatch("", 256, float(sizes.mean()), float(sizes.max()), 2.0, rounding, float(differences.mean()))
 

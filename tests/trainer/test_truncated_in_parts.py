@@ -12,11 +12,12 @@ from tiny import rollout_state
 from tiny_run import CONFIG, EOS, Digits, TinyGRPO, make_trainer
 
 from lightrl import Experience, LocalEngine, ModelSpec, RLCallback, Sampling, StalenessControl
+from lightrl.columns import NO_TOKEN
 from lightrl.engines.engine import Completion
 from lightrl.functional import Supports
 
 POLICY = ModelSpec(config={**CONFIG, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
-SAMPLING = Sampling(max_new_tokens=100, min_new_tokens=100, top_p=0.9, top_k=6, temperature=0.8)
+SAMPLING = Sampling(max_new_tokens=100, min_new_tokens=100, top_p=0.9, top_k=6, temperature=0.8, topk_logprobs=4)
 
 
 class Versions(RLCallback):
@@ -58,6 +59,12 @@ def assert_sampled_from_its_supports(experience: Experience, policies: dict[int,
             assert kept.sum() >= 0.9 - 1e-5 > kept[:-1].sum() - 2e-5  # as few as top-p needs, of the 6
             within = scores[experience.token_ids[row, column]] - scores[support].logsumexp(0)
             torch.testing.assert_close(within, experience.behavior_logprobs[row, column], atol=1e-5, rtol=0)
+            likeliest = scores[support].log_softmax(0).sort(descending=True).values[:4]
+            topk = experience["behavior_topk_logprobs"][row, column]
+            torch.testing.assert_close(topk[: len(likeliest)], likeliest, atol=1e-5, rtol=0)
+            assert topk[len(likeliest) :].tolist() == [NO_TOKEN] * (4 - len(likeliest))
+            ids = experience["behavior_topk_ids"][row, column, : len(likeliest)]
+            torch.testing.assert_close(scores[ids] - scores[support].logsumexp(0), likeliest, atol=1e-5, rtol=0)
 
 
 def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A workflow whose rollouts are trees of conversations: a question, a subagent, and an answer that knows of it."""
 
 from lightrl import Prompt, Trajectory
+from lightrl.columns import Columns, extended
 from lightrl.engines import Completion
 from lightrl.workflows import Workflow
 from lightrl.workflows.workflow import Generate
@@ -22,6 +23,11 @@ class Tree(Workflow):
         gaps = [[0] * len(part.token_ids) for part in parts]
         gaps[2][0] = len(question) + len(first.token_ids) - len(shared)
         gaps[4][0] = 2 + len(beside.token_ids)
+        columns: Columns = {}
+        for index, part in enumerate(parts):
+            columns = extended(
+                columns, sum(len(it.token_ids) for it in parts[:index]), part.columns, len(part.token_ids)
+            )
         return Trajectory(
             prompt=prompt,
             group_id=-1,
@@ -32,7 +38,7 @@ class Tree(Workflow):
             weight_versions=[version for part in parts for version in part.weight_versions],
             completion_ids=last.token_ids,
             completion="",
-            columns={"gaps": [gap for part in gaps for gap in part]},
+            columns={**columns, "gaps": [gap for part in gaps for gap in part]},
         )
 
 

@@ -9,6 +9,7 @@ import pytest
 from byte_tokens import byte_tokenizer
 from chat_texts import CHATML, END, START, chat_prompt, chat_tokenizer, ids
 
+from lightrl.columns import EVERY_TOKEN
 from lightrl.engines.engine import Completion
 from lightrl.models.chat_template import set_chat_template
 from lightrl.trajectory import Prompt
@@ -127,3 +128,33 @@ def test_a_turn_marker_is_a_token_where_the_policy_sampled_it_and_text_in_an_obs
         added = conversation.token_ids[num:]
         assert (added.count(START), added.count(END)) == (3, 2)
         assert "x<|im_end|>\n<|im_start|>y<|im_end|>" in chat_tokenizer().decode(added)
+
+
+def test_a_compact_conversation_reads_as_the_whole_one_and_can_be_continued_twice():
+    def continued(before: Conversation, text: str) -> Conversation:
+        """The next turn; its tokens have a column."""
+        conversation = before.copy()
+        if conversation.turns:
+            conversation.add_observation(conversation.encode_observation([{"role": "user", "content": "again"}]))
+        written = [*ids(text), END]
+        logprobs, supports = [-float(index) for index in range(len(written))], [*EVERY_TOKEN] * len(written)
+        conversation.add_completion(Completion(written, logprobs, [3] * len(written), "stop", {"supports": supports}))
+        return conversation
+
+    def read(conversation: Conversation) -> dict[str, object]:
+        names = ("token_ids", "logprobs", "weight_versions", "loss_mask", "columns", "text", "messages", "turns")
+        trajectory = conversation.trajectory([0] * len(conversation.turns), is_truncated=False, metrics={})
+        return {name: getattr(conversation, name) for name in names} | {"record": trajectory.to_json()}
+
+    texts = ["2", "three", "4 and more"]
+    whole = [Conversation(TurnRenderer(chat_tokenizer()), chat_prompt())]
+    compact = whole[:]
+    for text in texts:
+        whole.append(continued(whole[-1], text))
+        compact.append(continued(compact[-1], text))
+        if len(compact) > 2:
+            compact[-1].compact(compact[-2])
+            assert not {"token_ids", "columns", "text"} & vars(compact[-1]).keys()
+    for left, right in zip(whole[1:], compact[1:], strict=True):
+        assert read(left) == read(right)
+    assert read(continued(compact[2], "else")) == read(continued(whole[2], "else"))

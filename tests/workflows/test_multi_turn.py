@@ -74,7 +74,20 @@ def test_supports_are_those_of_the_policys_tokens_and_end_with_its_last():
     assert is_every.tolist() == [not trains for trains in trajectory.loss_mask]
     assert num_others[~is_every].tolist() == [3 - (token < 3) for token in [*letters("ab"), END, *letters("2"), END]]
     assert set(ids_of.tolist()) <= {0, 1, 2}  # FakeEngine keeps the lowest ids
-    assert played(workflow(DONE), writes([*letters("2"), END])).columns.keys() == {"rewards"}
+    assert "supports" not in played(workflow(DONE), writes([*letters("2"), END])).columns
+
+
+def test_a_token_belongs_to_a_turn_and_equal_observations_have_equal_hashes():
+    trajectory = played(workflow(AGAIN, AGAIN, DONE), writes(*([*letters(text), END] for text in ("ab", "2", "b"))))
+    starts, ends = zip(*((turn.start, turn.end) for turn in trajectory.turns), strict=True)
+    expected = [-1] * len(trajectory.token_ids)
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        expected[start:end] = [index] * (end - start)
+    assert trajectory.columns["turn_indices"].tolist() == expected
+    states = trajectory.columns["turn_states"]
+    assert [states[start] for start in starts] == [states[end - 1] for end in ends]
+    assert states[starts[0]] != states[starts[1]] == states[starts[2]]  # the prompt, and AGAIN's observation twice
+    assert {states[index] for index, turn in enumerate(expected) if turn < 0} == {-1}
 
 
 def test_the_loss_mask_is_true_on_the_policys_tokens_only():

@@ -3,14 +3,15 @@
     lightrl doctor run --config run.yaml                                     everything, with two iterations of the run
     lightrl doctor launch --config run.yaml                                  each node of the launch, and their network
     lightrl doctor data --config run.yaml                                    every row that a run may read
-    lightrl doctor reward --config run.yaml --n 16                           rewards of completions from the policy
+    lightrl doctor reward --config run.yaml --n 16                           rewards of the policy, and attacks on them
     lightrl doctor reward --config run.yaml --completions reference          rewards of the data's own answers
     lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, recomputed
 
 All output goes to a temporary folder, which is then deleted.
 
 Reading order:
-    command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards
+    command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards;
+                attacks.py: completions that must earn nothing
     data.py     doctor data
     launch.py   doctor launch: starts node.py on each node by the launcher, and compares the reports
     run.py      doctor run: machine, model and data, then two iterations; duration and disk space of the run

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.doctor import node
+from lightrl.commands.doctor.attacks import attack, reference_of
 from lightrl.commands.doctor.data import check_data, first_prompts
 from lightrl.commands.doctor.launch import check_launch
 from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
@@ -23,7 +26,7 @@ from lightrl.data import ChatRenderer, EpochLoader, HostBatch
 from lightrl.engines import Completion
 from lightrl.module import RLModule
 from lightrl.rewards import replay
-from lightrl.trajectory import JsonObject, Prompt, Trajectory, chat_as_text
+from lightrl.trajectory import JsonObject, Prompt, Trajectory
 from lightrl.workflows import SingleTurn
 
 
@@ -77,8 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     add("data", "reads every row of the train and validation data, as a run would")
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
-    source = "where completions come from: the initial policy, or the data's answer_column (default policy)"
-    reward.add_argument("--completions", default="policy", choices=("policy", "reference"), help=source)
+    source = (
+        "policy: the initial policy's, then attacks on the reward; reference: the data's answer_column; attacks: those "
+        "alone, without a model (default policy)"
+    )
+    reward.add_argument("--completions", default="policy", choices=("policy", "reference", "attacks"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
@@ -108,16 +114,27 @@ class _DoctorCLI(LightRLCLI):
             return
         if not isinstance(module, RLModule):
             raise UsageError(f"lightrl doctor needs an RLModule (it has the reward), got {type(module).__name__}.")
-        source = options.file if options.command == "replay" else self._trajectories(module, datamodule, **kwargs)
-        decode = module.tokenizer.decode
-        rows = recompute_rewards(source, module, options.repeats, num=options.n, decode=lambda ids: str(decode(ids)))
-        self.exit_code = show_rewards(rows, options)
+        if options.command == "replay":
+            self._show(options.file, module, num=options.n)
+            return
+        prompts = first_prompts(module, datamodule, options.n)
+        column = getattr(datamodule, "answer_column", None) or "answer"
+        if options.completions == "reference":
+            self._show(_references(prompts, column, module), module)
+            return
+        if options.completions == "policy":
+            self._show(self._generated(module, prompts, **kwargs), module)
+        if isinstance(module.configure_workflow(), SingleTurn):
+            answers = [reference_of(prompt, column) for prompt in prompts]
+            compute = functools.partial(recompute_rewards, module=module, repeats=1)
+            table, num_wrong = attack(prompts, answers, functools.partial(_written, module), compute)
+            sys.stdout.write(f"\n{table}\n")
+            self.exit_code = self.exit_code or int(num_wrong > 0)
 
-    def _trajectories(self, module: RLModule, datamodule: Any, **kwargs: Any) -> list[Trajectory]:
-        prompts = first_prompts(module, datamodule, self.options.n)
-        if self.options.completions == "policy":
-            return self._generated(module, prompts, **kwargs)
-        return _references(prompts, getattr(datamodule, "answer_column", None) or "answer", module)
+    def _show(self, source: Any, module: RLModule, **settings: Any) -> None:
+        decode = module.tokenizer.decode
+        rows = recompute_rewards(source, module, self.options.repeats, decode=lambda ids: str(decode(ids)), **settings)
+        self.exit_code = show_rewards(rows, self.options)
 
     def _generated(self, module: RLModule, prompts: list[Prompt], **kwargs: Any) -> list[Trajectory]:
         """Samples one completion per prompt, as in training, without calling the reward."""
@@ -143,7 +160,6 @@ def no_reward(trajectory: Trajectory) -> JsonObject:
 
 def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> list[Trajectory]:
     """Makes trajectories as if the policy had generated the answers in this column and an end token."""
-    renderer, workflow = ChatRenderer(module.tokenizer), SingleTurn(module.tokenizer)
     trajectories = []
     for prompt in prompts:
         if column not in prompt.fields:
@@ -151,9 +167,13 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
                 f"Prompt {prompt.id!r} has no column {column!r}. Its columns: {', '.join(prompt.fields) or 'none'}. "
                 "Set data.answer_column."
             )
-        value = chat_as_text(prompt.fields[column])  # it may be a list of accepted answers
-        answer = {"role": "assistant", "content": str(value[0] if isinstance(value, list) and value else value)}
-        token_ids, _ = renderer.completion_ids(None, [answer])
-        zeros = [0] * len(token_ids)
-        trajectories.append(workflow.trajectory_of(prompt, Completion(token_ids, zeros, zeros, "stop")))
+        trajectories.append(_written(module, prompt, reference_of(prompt, column) or ""))
     return trajectories
+
+
+def _written(module: RLModule, prompt: Prompt, text: str) -> Trajectory:
+    """Makes a trajectory as if the policy had generated this text and an end token."""
+    answer = {"role": "assistant", "content": text}
+    token_ids, _ = ChatRenderer(module.tokenizer).completion_ids(None, [answer])
+    zeros = [0] * len(token_ids)
+    return SingleTurn(module.tokenizer).trajectory_of(prompt, Completion(token_ids, zeros, zeros, "stop"))

@@ -295,7 +295,7 @@ def _logprobs(trial: Trial) -> Finding:
         fix = "Set WeightSync.verify, use an engine that computes logprobs, or watch sync/mismatch_* in the run."
         return Finding("logprobs", "Engine and trainer could not be compared.", "warning", fix)
     bound = mismatch_bound_nats(trial.rounding, values.get("policy/entropy_nats", 0.0))
-    explained = f"rounding in {' and '.join(trial.rounding.dtypes)} explains up to {bound:.2g}"
+    explained = f"rounding in {trial.rounding} explains up to {bound:.2g}"
     text = f"Engine and trainer differ by {' and '.join(texts)}; {explained}."
     fix = "The engine's weights, precision or sampling settings differ: check its log and arguments."
     return check("logprobs", text, "fails", fix, is_wrong=not values.get(_MISMATCH, 0.0) <= bound)

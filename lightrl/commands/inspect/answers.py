@@ -239,7 +239,9 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
         "group": trajectory["group_id"],
         "sample": trajectory["sample"],
         "reward": trajectory["reward"],
-        "finish": trajectory["finish_reason"],
+        "finish": record.get("finish") or trajectory["finish_reason"],
+        "message": record.get("message"),
+        "agent_output": trajectory.get("agent_output"),
         "truncated": trajectory["is_truncated"],
         "prompt": {"id": prompt["id"], "messages": prompt.get("messages"), "fields": prompt.get("fields") or {}},
         "num_images": len(_images(trajectory)),
@@ -258,7 +260,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
             "trainer_logprob": record.get("trainer_logprobs"),
             "reward": trajectory.get("rewards") and trajectory["rewards"][:num],
         },
-        "texts": texts.of(token_ids),
+        "texts": {**texts.of(token_ids), **{int(id_): text for id_, text in record.get("texts", {}).items()}},
     }
 
 

@@ -1,7 +1,7 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories, which the problem files list, are rows too; their finish is the drop reason, and they have no
-tokens.
+Dropped trajectories are rows too; their finish is the drop reason. Those whose reward or agent failed have tokens, from
+the files of failures; the problem files list the others.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs as much as a short one. A thread
 reads files whose size or time has changed, newest first; the table can be read meanwhile.
@@ -30,7 +30,7 @@ _TEXTS = ("prompt", "prompt_text", "excerpt")  # columns that are searched for w
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
 _MAX_WORDS = 100
 _MAX_LINE_BYTES = 2**28
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 _CREATE = """
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
 CREATE TABLE IF NOT EXISTS rows (file INTEGER, start INTEGER, size INTEGER, iteration INTEGER, "group" INTEGER,
@@ -84,6 +84,10 @@ class TrajectoryIndex:
                             _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
+            with database:  # a problem whose trajectory is in a file of failures
+                dropped = "finish LIKE 'dropped%' AND \"group\" IS"
+                kept = f"SELECT excerpt FROM rows WHERE {dropped} NOT NULL"
+                database.execute(f"DELETE FROM rows WHERE {dropped} NULL AND excerpt IN ({kept})")
             return self.num_missing
 
     def page(
@@ -205,7 +209,7 @@ def _why_searched_as_text(word: str, column: str, value: str) -> str:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for name, start in (("trajectories", "iteration-"), ("problems", "rank-")):
+    for name, start in (("trajectories", "iteration-"), ("problems", "rank-"), (".", "failed_")):
         for path in (folder / name).glob(f"{start}*.jsonl"):
             with contextlib.suppress(OSError):  # the run has removed it
                 if path.name.isprintable():  # otherwise the run did not write it, and SQLite may refuse the name
@@ -255,7 +259,7 @@ def _columns(content: mmap.mmap, start: int, end: int) -> Json | None:
     try:
         record: Json = json.loads(content[start:end] if cut < 0 else content[start:cut] + b"}")
         if cut >= 0:
-            return record
+            return record if "finish" in record else None  # earlier releases wrote failed rewards without columns
         is_drop = record["kind"].startswith("dropped: ")
         dropped = {"iteration": record["iteration"], "finish": record["kind"], "excerpt": record["message"]}
         return dropped if is_drop else None

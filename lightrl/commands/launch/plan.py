@@ -8,6 +8,7 @@ Planning starts nothing and inspects no machine. Trainer ranks come first, so th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
@@ -15,11 +16,11 @@ from typing import Literal
 
 from lightrl.checks.files import check_local
 from lightrl.checks.printable import count_text
-from lightrl.commands.launch.settings import Launch, Layout, Resources, layout_of
+from lightrl.commands.launch.settings import Launch, Layout, Resources, allocation_of, layout_of
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
 from lightrl.models import RoleMesh
-from lightrl.plan import PlannedRun, memory_line, misfits, num_devices
+from lightrl.plan import NODE_RANKS, PlannedRun, memory_line, misfits, num_devices
 from lightrl.strategies.parallel_3d import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -137,7 +138,7 @@ class Plan:
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
         """Returns the run on the ranks and servers of this launch, to estimate its memory."""
-        return _launched(run, self.layout, _trainer_split(self.layout, self.facts))
+        return _launched(run, self.launch, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
     def ranks_per_host(self) -> int:
@@ -180,7 +181,7 @@ def make_plan(
     notes += [facts.assumed] if facts.assumed else []
     ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
     check_model(layout, facts, split)
-    notes += check_memory(layout, facts, split, launch.gpu_memory_gb)
+    notes += [*_unused_sizes(launch, layout, facts), *check_memory(launch, layout, facts, split)]
     names = tuple(hosts) or tuple(f"node{number + 1}" for number in range(launch.nodes))
     processes = _trainers(ranks_of, names, port, facts.on_cpu, command_of("fit", folder, python))
     servers = _servers(servers_of, names, port, layout, facts, folder, python)
@@ -376,24 +377,54 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
         raise ValueError(f"launch.tp={layout.tp} must divide the model's {heads} attention heads.")
 
 
-def _launched(run: PlannedRun, layout: Layout, split: tuple[int, int]) -> PlannedRun:
+def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
+    """Returns a note for each of the run's own sizes that the launch contradicts."""
+    section = "launch" if launch.allocation is None else "launch.allocation"
+    sizes = {
+        "trainer.devices · trainer.num_nodes": (facts.ranks, layout.ranks, 1),
+        "trainer.engine's servers": (facts.servers, layout.servers, 0),
+        "trainer.engine's tp": (facts.tp, layout.tp, 1),
+    }
+    return [
+        f"{name} is {given}, but has no effect: {section} sets it to {used}."
+        for name, (given, used, default) in sizes.items()
+        if given not in (used, default)
+    ]
+
+
+def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
+    """Returns the settings of the section `launch:` that give a run its ranks and servers."""
+    policy, engine = run.roles[0], run.engine
+    is_served = engine is not None and engine.place == "servers" and run.may_resize_servers
+    servers, tp = (engine.servers, engine.tp) if engine is not None and is_served else (0, 1)
+    needed = run.world if run.shares_gpus else run.world + servers * tp
+    settings: JsonObject = {"nodes": max(launch.nodes, -(-needed // (launch.gpus_per_node or NODE_RANKS)))}
+    if launch.allocation is None:
+        return {"launch": {**settings, "ranks": run.world, **({"servers": servers, "tp": tp} if servers else {})}}
+    placement: Literal["colocated", "separate"] = "colocated" if run.shares_gpus else "separate"
+    name = engine.name if engine is not None and is_served else None
+    layout = Layout(run.world, servers, tp, placement, policy.pp, policy.tp, policy.cp, run.ep, name)
+    return {"launch": {**settings, "allocation": allocation_of(layout)}}
+
+
+def _launched(run: PlannedRun, launch: Launch, layout: Layout, split: tuple[int, int]) -> PlannedRun:
     """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
     roles = tuple(replace(role, cp=max(role.cp, layout.cp)) for role in run.roles)
-    run = replace(run, ep=max(run.ep, layout.ep), roles=roles)
+    run = replace(run, ep=max(run.ep, layout.ep), roles=roles, sizing=functools.partial(_sizing, launch))
     if run.engine is None or not layout.servers:
         return run
     return replace(run, engine=replace(run.engine, place="servers", servers=layout.servers, tp=layout.tp))
 
 
-def check_memory(layout: Layout, facts: RunFacts, split: tuple[int, int], gpu_memory_gb: float | None) -> list[str]:
+def check_memory(launch: Launch, layout: Layout, facts: RunFacts, split: tuple[int, int]) -> list[str]:
     """Returns a line about the memory that ranks and servers need; raises ValueError if a GPU has less."""
     if facts.planned is None:
         return [facts.unknown] if facts.unknown else []
-    run = _launched(facts.planned, layout, split)
-    if gpu_memory_gb is not None and not facts.on_cpu:
-        for misfit in misfits(run, gpu_memory_gb * 1e9):
-            raise ValueError(f"launch.gpu_memory_gb={gpu_memory_gb:g} is not enough: {misfit.text}.")
+    run = _launched(facts.planned, launch, layout, split)
+    if launch.gpu_memory_gb is not None and not facts.on_cpu:
+        for misfit in misfits(run, launch.gpu_memory_gb * 1e9):
+            raise ValueError(f"launch.gpu_memory_gb={launch.gpu_memory_gb:g} is not enough: {misfit.text}.")
     return [memory_line(run)]
 
 

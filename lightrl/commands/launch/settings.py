@@ -21,6 +21,7 @@ d · t · p · c GPUs; e subdivides them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -260,6 +261,18 @@ class Part:
     @property
     def num_gpus(self) -> int:
         return 0 if self.backend == "eval" else self.dp * self.tp * self.pp * self.cp
+
+
+def allocation_of(layout: Layout) -> str:
+    """Writes a layout as the allocation string that `layout_of` reads as the same layout."""
+    split = [("p", layout.trainer_pp or 1), ("t", layout.trainer_tp or 1), ("c", layout.cp), ("e", layout.ep)]
+    sizes = "".join(f"{letter}{size}" for letter, size in split if size > 1)
+    dp = layout.ranks // math.prod(size for letter, size in split if letter != "e")
+    trainer = f"{'megatron' if {'p', 'e'} & {*sizes} else 'fsdp'}:d{dp}{sizes}"
+    backend = "vllm" if layout.engine == "VLLMEngine" else "sglang"
+    served = f"{backend}:d{layout.servers}" + (f"t{layout.tp}" if layout.tp > 1 else "")
+    mark = "|" if layout.placement == "colocated" else "+"
+    return f"{served}{mark}{trainer}" if layout.servers else trainer
 
 
 def parse_allocation(text: str) -> list[list[Part]]:

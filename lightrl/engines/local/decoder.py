@@ -150,6 +150,7 @@ class HuggingFaceDecoder:
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
         self._device = device
+        self._last = torch.tensor([-1], device=device)
         self._prefill_tokens, self._image_reader = prefill_tokens, ImageReader.of(config)
         self._routes: Routes | None = None  # if set, routes are recorded
         self._recorded = torch.zeros(0)  # routes of the latest forward, [b, T, w]
@@ -362,7 +363,8 @@ class HuggingFaceDecoder:
             arguments["position_ids"] = positions
         arguments |= inputs or {"input_ids": token_ids}
         if "logits_to_keep" in self._accepted:
-            arguments["logits_to_keep"] = 1
+            # A tensor makes a contiguous copy; for a strided input, torch copies the head's bfloat16 weight per row.
+            arguments["logits_to_keep"] = self._last
         if self._routes is None:
             outputs = self._model(**arguments)
         else:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_positive
 from lightrl.checks.entry_points import entry_point
@@ -22,6 +22,7 @@ from lightrl.engines.local.running_batch import Row, RunningBatch, completion_se
 from lightrl.errors import EngineError, WeightSyncError
 from lightrl.models import CONTEXT, context_tokens
 from lightrl.models.model_spec import check_outputs
+from lightrl.models.precision import computing_dtype
 from lightrl.trajectory import Attached, Sampling
 from lightrl.weights import Bucket, block_fp8
 
@@ -114,7 +115,7 @@ class LocalEngine(RolloutEngine):
             With the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share each
             operation, which is slower than one thread for models below 10 M parameters; for these, None means 1.
         max_context: maximum number of tokens in prompt and completion together; None means the model's context.
-        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is float32 on a CPU and bfloat16 on a GPU.
+        dtype: dtype of the engine's weights, for example `bfloat16`; `auto` is what the trainer computes in.
         device: where to decode; None means the trainer's CUDA device if it has one, and otherwise the CPU.
         quantization: `fp8` rounds linear weights as SGLang does with this setting. It saves no memory; it shows the
             mismatch with the trainer, and its correction, without a GPU. See weights/block_fp8.py.
@@ -126,6 +127,7 @@ class LocalEngine(RolloutEngine):
     """
 
     continues_completions = True
+    returns_topk = True
     probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of a quickstart iteration
 
     def __init__(
@@ -166,7 +168,7 @@ class LocalEngine(RolloutEngine):
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # set by `start` from `dtype` and the device
+        self._dtype = torch.float32  # until `start`: the dtype of the policy's weights
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
 
@@ -219,14 +221,20 @@ class LocalEngine(RolloutEngine):
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
         self.place([trainer_device])
-        dtype = self.dtype if self.dtype != "auto" else "float32" if self.device.type == "cpu" else "bfloat16"
         is_shared = self.device == trainer_device or self.device.type == "cpu" == trainer_device.type
         return PlannedEngine(
             "LocalEngine",
             "rank 0" if is_shared else "elsewhere",
-            width=getattr(torch, dtype).itemsize,
+            width=self._chosen_dtype().itemsize,
             max_rows=self.max_batch or (512 if num_parameters < SMALL_MODEL_PARAMETERS else 256),
         )
+
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        self._dtype = next((value.dtype for value in policy.parameters()), self._dtype)
+
+    def _chosen_dtype(self) -> torch.dtype:
+        given: torch.dtype | None = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        return given or computing_dtype(self.trainer_precision, self._dtype)
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
         self.key_value_bytes = key_value_bytes
@@ -339,9 +347,8 @@ class LocalEngine(RolloutEngine):
             return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)
 
     def _make_decoder(self, config: PretrainedConfig) -> Decoder:
-        auto = "float32" if self.device.type == "cpu" else "bfloat16"
-        self._dtype = dtype = getattr(torch, auto if self.dtype == "auto" else self.dtype)
-        settings: dict[str, Any] = {"dtype": dtype, "device": self.device, "prefill_tokens": self.prefill_tokens}
+        self._dtype = self._chosen_dtype()
+        settings: dict[str, Any] = {"dtype": self._dtype, "device": self.device, "prefill_tokens": self.prefill_tokens}
         fast: Decoder | None = None
         if self.fast_path and not self.record_routes:
             fast = entry_point("fast decoder")(config, cache_bytes=self.key_value_bytes, **settings)

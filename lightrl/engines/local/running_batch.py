@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.columns import SUPPORTS, TokenArray, column_named
+from lightrl.columns import SUPPORTS, TOPK_NAMES, TokenArray, column_named, topk_parts
 from lightrl.engines.engine import Completion
 from lightrl.engines.local.decoder import Decoder
 from lightrl.functional import encode_supports
@@ -71,8 +71,9 @@ def sample_tokens(
     top_k: Tensor | None = None,
     top_p: Tensor | None = None,
     is_greedy: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Samples one token per row; returns it, its logprob over its support, and the support.
+    num_top: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
+    """Samples one token per row; returns it, its logprob over its support, the support, and the most likely tokens.
 
     The support is the set of tokens that top-k and top-p keep. A setting is None if no row uses it, to save work.
 
@@ -82,10 +83,12 @@ def sample_tokens(
         temperature: [n], above 0; 1 in greedy rows, whose logprobs are unscaled.
         top_k, top_p: [n], given together or not at all; V and 1 keep every token, and are used in greedy rows.
         is_greedy: [n] bool, rows that get the most likely token.
+        num_top: K, the number of most likely tokens to return, at most V.
 
     Returns:
         Token ids [n] int64, logprobs [n] float32, and supports [n, V] bool. Supports are all False in rows that are
-        not truncated, and None without `top_k`.
+        not truncated, and None without `top_k`. Then the ids and logprobs of the K most likely tokens, [n, K] each,
+        over the support, or None if K is 0.
     """
     scaled = logits if temperature is None else logits / temperature[:, None]
     logprobs = torch.log_softmax(scaled, -1)
@@ -105,7 +108,9 @@ def sample_tokens(
         shifted = shifted if temperature is None else shifted / temperature[:, None]
         within = torch.log_softmax(shifted.masked_fill(~is_possible, -torch.inf), -1)
         logprobs = torch.where(is_truncated, within, logprobs)
-    return token_ids[:, 0], logprobs.gather(-1, token_ids)[:, 0], None if top_k is None else is_possible
+    top = logprobs.topk(num_top) if num_top else None
+    chosen = logprobs.gather(-1, token_ids)[:, 0]
+    return token_ids[:, 0], chosen, None if top_k is None else is_possible, top and (top.indices, top.values)
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -151,12 +156,13 @@ class Row:
     owner: Any = None  # the caller's object for this completion, such as a future; the batch does not use it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (first token, weight version from there on)
     codes: list[bytes] = field(default_factory=list)  # encoded supports of the tokens, if sampling is truncated
+    top: dict[str, list[bytes]] = field(default_factory=dict)  # the most likely tokens, if sampling asks for them
     recorded: dict[str, list[bytes]] = field(default_factory=dict)  # columns from the decoder, one part per forward
 
     @property
     def columns(self) -> dict[str, TokenArray[Any]]:
         """The columns of the completion so far."""
-        parts = {**self.recorded, SUPPORTS.name: self.codes} if self.sampling.is_truncated else self.recorded
+        parts = self.recorded | self.top | ({SUPPORTS.name: self.codes} if self.sampling.is_truncated else {})
         return {
             name: TokenArray.of_stored(b"".join(codes), b"", column_named(name).code) for name, codes in parts.items()
         }
@@ -319,6 +325,7 @@ class RunningBatch:
             self._token_ids[slot, :length] = part.token_ids
             self._logprobs[slot, :length] = part.logprobs
             row.codes = [bytes(part.columns.get(SUPPORTS.name, ()))]
+            row.top = {name: [part.columns[name].stored[0]] for name in TOPK_NAMES if name in part.columns}
             row.version_changes = [*_changes(part.weight_versions), (length, weight_version)]
 
     def recompute(self, weight_version: int) -> None:
@@ -348,19 +355,26 @@ class RunningBatch:
         if is_banned.any():
             stops = on_device(self._stop_ids[first:end], self.device)
             ban_stop_tokens(logits, on_device(is_banned, self.device), stops)
-        token_ids, logprobs, supports = sample_tokens(
+        num_top = max(row.sampling.topk_logprobs for row in self._rows[first:end])
+        token_ids, logprobs, supports, top = sample_tokens(
             logits,
             self._uniforms[rows, generated],
             temperature=self._temperature[first:end] if self._has_temperature else None,
             top_k=self._top_k[first:end] if self._has_truncation else None,
             top_p=self._top_p[first:end] if self._has_truncation else None,
             is_greedy=self._is_greedy[first:end] if self._has_greedy else None,
+            num_top=min(num_top, self._vocab_size),
         )
         tokens = torch.stack((token_ids, logprobs.view(torch.int32)))
         self._unread.append((np.arange(first, end), lengths.copy(), tokens))
         self._current[first:end] = token_ids
         self._counters[:, first:end] += 1
         lengths += 1
+        if top is not None:
+            widths = [row.sampling.topk_logprobs for row in self._rows[first:end]]
+            for row, parts in zip(self._rows[first:end], topk_parts(*top, widths), strict=True):
+                for name, values in parts.items():
+                    row.top.setdefault(name, []).append(values)
         if supports is not None:
             self._sampled.append((self._rows[first:end], supports.nonzero().cpu().numpy(), token_ids.cpu().numpy()))
             if len(self._sampled) == _MAX_SAMPLED:

@@ -110,7 +110,7 @@ class ServerEngine(RolloutEngine):
         timeouts: deadlines of starts, requests and weight syncs.
     """
 
-    continues_completions = can_drop_replicas = True
+    continues_completions = can_drop_replicas = returns_topk = True
     probe_every_n_loads = 1
     parameter_names = "checkpoint"
     is_quantized: bool = False  # whether the servers' linear weights are in block FP8
@@ -150,6 +150,7 @@ class ServerEngine(RolloutEngine):
             placement=placement,
             timeouts=timeouts,
         )
+        self.reads_grammars = self.source.num is None or bool({"tokenizer", "tokenizer_path"} & self.source.args.keys())
         check_choice(("merged", "served"), adapters=adapters)
         self.delivery = (AdapterDelivery if adapters == "served" else WeightDelivery)(
             transport=transport,
@@ -329,6 +330,7 @@ class ServerEngine(RolloutEngine):
             min(source.num_connections, max(1, MAX_CONNECTIONS // num)),
             requests.limits,
             requests.members.router.for_followers(),
+            self.reads_grammars,
         )
 
     def server_states(self) -> list[JsonObject]:

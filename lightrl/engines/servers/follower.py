@@ -71,8 +71,10 @@ class Follower:
     max_connections: int
     limits: RequestLimits
     make_router: Callable[..., Router] = Router
+    reads_grammars: bool = False
     weight_version: int = -1
     continues_completions: ClassVar[bool] = True
+    check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:
         """Called first, on the event loop that sends requests; `report` reports failed servers to the leader."""

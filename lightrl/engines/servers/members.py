@@ -82,6 +82,8 @@ class Members:
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
         """Marks a server as lost and makes its requests fail, so that they continue on other servers."""
+        if server.process is not None and not is_given_up:  # the log says why, and a restart may hide it
+            reason = f"{reason}. {server.process.last_output()}"
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
             state = "retired" if server.state == "retired" else "lost"
             log.warning("The server at %s is %s: %s", server.url, state, reason)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.columns import SUPPORTS, TokenArray, column_named, extended
+from lightrl.columns import SUPPORTS, TOPK_IDS, TokenArray, column_named, extended, topk_columns
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
@@ -46,6 +46,7 @@ class Answer:
     columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)
     raw_columns: Mapping[str, Any] = field(default_factory=dict)  # columns for `CompletionDraft.encoders` to encode
     full_support: int | None = None  # size of the smallest support that the server may have cut off
+    top: Sequence[Sequence[tuple[float, int]]] | None = None  # logprobs and ids of likely tokens, for each token
     rid: object = None  # id of the request that it answers
     num_read: object = None  # number of tokens that the server read
     problem: str = ""  # why the answer is unusable
@@ -143,9 +144,13 @@ class CompletionDraft:
                 f"{self.sampling.min_new_tokens}, or did not stop there. Look for a proxy that drops these settings."
             )
         if token_ids:
-            columns = {**answer.columns, **self._encoded(answer, server)}
+            columns = {**(answer.columns if self.sampling.is_truncated else {}), **self._encoded(answer, server)}
+            num_top = self.sampling.topk_logprobs
+            if num_top and answer.top is not None and len(answer.top) == len(token_ids):
+                columns |= topk_columns(answer.top, num_top)
             for name, is_needed in {
                 SUPPORTS.name: self.sampling.is_truncated,
+                TOPK_IDS.name: num_top > 0,
                 **dict.fromkeys(self.encoders, finish != "abort"),
             }.items():
                 if is_needed and name not in columns:
@@ -168,6 +173,8 @@ class CompletionDraft:
         elif num == self.sampling.max_new_tokens:
             self.finish_reason = "length"
         # Otherwise the completion continues: it was aborted, or stopped at an end token that sampling does not list.
+        elif self.sampling.grammar:  # a server reads a grammar from its start, so the completion starts over
+            self.token_ids, self.logprobs, self.weight_versions, self.columns = NO_IDS, _NO_LOGPROBS, NO_IDS, {}
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
         """Raises MalformedAnswer if this answers a different request, or reports weights that the server never had.
@@ -245,6 +252,7 @@ class RawAnswer:
     supports: Sequence[Sequence[int]] | None  # ids of each token's support, in any order
     raw_columns: Mapping[str, str | None] = field(default_factory=dict)  # `Answer.raw_columns`, as int32 in base64
     full_support: int | None = None  # `Answer.full_support`
+    top: Sequence[Sequence[tuple[float, int]]] | None = None  # `Answer.top`
     rid: object = None
     num_read: object = None
 
@@ -285,7 +293,7 @@ def _checked(raw: RawAnswer) -> Answer:
         )
     sent = {name: text for name, text in raw.raw_columns.items() if text is not None}
     raw_columns = {name: np.frombuffer(base64.b64decode(text), np.int32) for name, text in sent.items()}
-    parts = (token_ids, logprobs, versions, raw.finish, columns, raw_columns, raw.full_support)
+    parts = (token_ids, logprobs, versions, raw.finish, columns, raw_columns, raw.full_support, raw.top)
     return Answer(*parts, rid=raw.rid, num_read=raw.num_read)
 
 

@@ -26,6 +26,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         params["stop_token_ids"] = list(sampling.stop_token_ids)
     else:  # only without stop ids, because SGLang would ignore these too
         params["ignore_eos"] = True
+    if sampling.grammar:
+        params["structural_tag"] = sampling.grammar
     attached = draft.attachments
     body = {
         "rid": rid,
@@ -36,6 +38,8 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.is_truncated:
         body["return_sampling_mask"] = True
+    if sampling.topk_logprobs:  # more than the vocabulary has would crash SGLang
+        body["top_logprobs_num"] = min(sampling.topk_logprobs, draft.vocab_size)
     body |= {RETURNED[name][1]: True for name in draft.encoders}
     if attached is not None:
         body |= attached.body
@@ -52,6 +56,15 @@ def _parse(answer: Any) -> RawAnswer:
     output_ids = answer.get("output_ids") or []
     triples = meta.get("output_token_logprobs") or []
     truncated = meta.get("output_token_sampling_logprobs")  # over the support
+    supports = None if truncated is None else meta["output_token_sampling_mask"]
+    top = meta.get("output_top_logprobs")
+    likely = top and [[(logprob, token) for logprob, token, *_ in pairs] for pairs in top]
+    if likely and truncated is not None:  # SGLang's are over the vocabulary
+        shifts = [within - triple[0] for within, triple in zip(truncated, triples, strict=True)]
+        likely = [
+            [(logprob + shift, token) for logprob, token in pairs if token in kept]
+            for pairs, shift, kept in zip(likely, shifts, map(set, meta["output_token_sampling_mask"]), strict=True)
+        ]
     # A server without spans (before 0.5.20) reports one version for all tokens.
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": len(output_ids)}]
     return RawAnswer(
@@ -60,8 +73,9 @@ def _parse(answer: Any) -> RawAnswer:
         [triple[1] for triple in triples],
         spans,
         str(meta["finish_reason"]["type"]),
-        None if truncated is None else meta["output_token_sampling_mask"],
+        supports,
         {name: meta.get(names[2]) for name, names in RETURNED.items()},
+        top=likely,
         rid=meta.get("id"),
         num_read=meta.get("prompt_tokens"),
     )

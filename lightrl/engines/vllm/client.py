@@ -44,7 +44,10 @@ class VLLMClient(ServerClient):
     generate_path = "/inference/v1/generate"
     program = "a vLLM server"
     version = "vLLM 0.32"
-    column_help: ClassVar = {"supports": f"With top_p or top_k, vLLM needs --max-logprobs {generation.MAX_LOGPROBS}."}
+    column_help: ClassVar = dict.fromkeys(
+        ("supports", "behavior_topk_ids"),
+        f"With top_p, top_k or topk_logprobs, vLLM needs --max-logprobs {generation.MAX_LOGPROBS}.",
+    )
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)

@@ -66,7 +66,7 @@ class VLLMEngine(ServerEngine):
     """A rollout engine on vLLM servers. It exchanges token ids and records the weight version of every token.
 
     A server that you start needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
-    `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`. Top-p and top-k need
+    `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`. Top-p, top-k and topk_logprobs need
     `--max-logprobs 4008`, and `transport: distributed` needs `--weight-transfer-config '{"backend": "nccl"}'`. Its
     routes that load weights require no key, so let only the run's machines reach its port.
 
@@ -100,6 +100,7 @@ class VLLMEngine(ServerEngine):
         self.source.python = vllm_python
 
     def check_sampling(self, sampling: Sampling) -> None:
+        super().check_sampling(sampling)
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would use 0.01, or refuse
             raise ValueError(
                 f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "

@@ -24,6 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     if draft.attachments is not None:
         raise ValueError("VLLMEngine does not support images yet. Use SGLangEngine for a policy that reads them.")
     sampling, num_generated = draft.sampling, len(draft.token_ids)
+    num_support = sampling.max_support + MAX_TIES if sampling.is_truncated else 0
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -36,8 +37,10 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "ignore_eos": True,
         "detokenize": False,
         # A request for more logprobs than the vocabulary has tokens crashes vLLM.
-        "logprobs": min(sampling.max_support + MAX_TIES, draft.vocab_size) if sampling.is_truncated else 0,
+        "logprobs": min(max(num_support, sampling.topk_logprobs), draft.vocab_size),
     }
+    if sampling.grammar:
+        params["structured_outputs"] = {"structural_tag": sampling.grammar}
     token_ids = [*draft.prompt, *draft.token_ids]
     return {"request_id": rid, "token_ids": token_ids, "sampling_params": params, "cache_salt": cache_key}
 
@@ -52,6 +55,8 @@ def _parse(answer: Any) -> RawAnswer:
     entries = choice["logprobs"]["content"] or []
     top_tokens = [entry["top_logprobs"] for entry in entries]
     supports = [[token["token_id"] for token in tokens if token["logprob"] > _IMPOSSIBLE] for tokens in top_tokens]
+    # Without truncated sampling, the sampled token need not be among the most likely ones.
+    are_complete = all(entry["token_id"] in support for entry, support in zip(entries, supports, strict=True))
     full_sizes = (
         len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens)
     )
@@ -61,8 +66,12 @@ def _parse(answer: Any) -> RawAnswer:
         [entry["token_id"] for entry in entries],
         choice["weight_versions"],
         str(choice["finish_reason"]),
-        supports if any(len(tokens) > 1 for tokens in top_tokens) else None,
+        supports if are_complete and any(len(tokens) > 1 for tokens in top_tokens) else None,
         full_support=min(full_sizes, default=None),
+        top=[
+            [(token["logprob"], token["token_id"]) for token in tokens if token["logprob"] > _IMPOSSIBLE]
+            for tokens in top_tokens
+        ],
         rid=str(answer.get("request_id")).removeprefix(PREFIX),
         num_read=(answer.get("usage") or {}).get("prompt_tokens"),
     )

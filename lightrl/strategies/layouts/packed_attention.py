@@ -60,14 +60,14 @@ class NotPackable(ValueError):
 class PackedRows:
     """The starts of the trajectories in a packed row, also kept on the host, so that no kernel has to read them back.
 
-    Trajectories may share their prompt. The prompt is then a separate trajectory in the row, and each of its
-    completions attends to the prompt's keys, which `attend` repeats, and then to its own keys.
+    Trajectories may share a prefix. Each segment of the tree (shared_prefix.py) is then a separate trajectory in the
+    row. It attends to the keys of all segments before it on its path, which `attend` repeats, and then to its own keys.
 
     Args:
         lengths: number of tokens of each trajectory, in the row's order; empty trajectories are ignored.
         device: device of the row.
         kernels: dtype → kernel; other dtypes use the first kernel that works.
-        prompt_indices: for each trajectory, the index of an earlier trajectory that is its prompt, or -1; None: all -1.
+        parents: for each trajectory, the index of an earlier trajectory that it follows, or -1; None: all -1.
         group: the ranks over which the row is divided.
     """
 
@@ -76,23 +76,24 @@ class PackedRows:
         lengths: Sequence[int],
         device: torch.device,
         kernels: Mapping[torch.dtype, str] | None = None,
-        prompt_indices: Sequence[int] | None = None,
+        parents: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        prompt_lengths = [0 if prompt < 0 else lengths[prompt] for prompt in prompt_indices or [-1] * len(lengths)]
-        spans = [(length, shared) for length, shared in zip(lengths, prompt_lengths, strict=True) if length > 0]
-        self.lengths = [length for length, _ in spans]
+        num_keys: list[int] = []
+        for length, parent in zip(lengths, parents or [-1] * len(lengths), strict=True):
+            num_keys.append(length if parent < 0 else length + num_keys[parent])
+        self.lengths = [length for length in lengths if length > 0]
+        num_keys = [num for num, length in zip(num_keys, lengths, strict=True) if length > 0]
         self.device, self.kernels, self.group = device, dict(kernels or {}), group
-        self.longest = max(self.lengths, default=0)
-        self.longest_keys = max((length + shared for length, shared in spans), default=0)
+        self.longest, self.longest_keys = max(self.lengths, default=0), max(num_keys, default=0)
         self._starts = torch.tensor([0, *self.lengths]).cumsum(0)  # on the host, like _key_starts
         self.starts = to_device(self._starts.int(), device)  # int32 [N + 1]; the last is T
         self._key_starts, self.key_starts = self._starts, self.starts
         self.keys: Tensor | None = None  # int64 [K], the token of each key; None if each token is one key, in order
-        if prompt_indices is not None and any(prompt_lengths):
-            self._key_starts = torch.tensor([0, *(length + shared for length, shared in spans)]).cumsum(0)
+        if parents is not None and num_keys != self.lengths:
+            self._key_starts = torch.tensor([0, *num_keys]).cumsum(0)
             self.key_starts = to_device(self._key_starts.int(), device)  # int32 [N + 1]; the last is K
-            self.keys = to_device(_key_tokens(lengths, prompt_indices), device)
+            self.keys = to_device(_key_tokens(lengths, parents), device)
         self._block_masks: dict[int | None, BlockMask] = {}  # window → mask
 
     @functools.cached_property
@@ -102,28 +103,31 @@ class PackedRows:
         return to_device(numbers.repeat_interleave(torch.tensor(self.lengths)), self.device)
 
     @functools.cached_property
-    def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Tensor]:
         """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
         A rectangle is a tuple of indices: tokens [n, longest] and keys [n, most], each row padded with its last index,
-        and the number of keys before the first token's key, [n]; all int64.
+        and the number of keys before the first token's key, [n], or None if there are none; all int64.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
+        follows = num_keys > lengths
+        kinds = [kind.nonzero()[:, 0] for kind in (~follows, follows)]  # trajectories that follow no other need no mask
         indices = torch.empty(int(self._starts[-1]), dtype=torch.int64)
         parts, first = [], 0
 
         def ranges(starts: Tensor, sizes: Tensor) -> Tensor:  # a row for each start, padded with its last index
             return starts[:, None] + torch.minimum(torch.arange(int(sizes.max())), sizes[:, None] - 1)
 
-        for members in rectangles(num_keys.tolist(), _CALL_OVERHEAD_TOKENS):
+        overhead = _CALL_OVERHEAD_TOKENS
+        for members in (kind[part] for kind in kinds for part in rectangles(num_keys[kind].tolist(), overhead)):
             tokens = ranges(starts[members], lengths[members])
             keys = ranges(key_starts[members], num_keys[members])
             is_token = torch.arange(tokens.shape[1]) < lengths[members, None]
             indices[tokens[is_token]] = first + torch.arange(tokens.numel()).view_as(tokens)[is_token]
             first += tokens.numel()
-            before = (num_keys - lengths)[members]
-            parts.append((to_device(tokens, self.device), to_device(keys, self.device), to_device(before, self.device)))
+            before = to_device((num_keys - lengths)[members], self.device) if follows[members[0]] else None
+            parts.append((to_device(tokens, self.device), to_device(keys, self.device), before))
         return parts, to_device(indices, self.device)
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -149,14 +153,12 @@ class PackedRows:
         return self._block_masks[window]
 
 
-def _key_tokens(lengths: Sequence[int], prompt_indices: Sequence[int]) -> Tensor:
-    """Returns the tokens whose keys each trajectory sees, joined, int64 [K]: its prompt's tokens, then its own."""
-    tokens = torch.split(torch.arange(sum(lengths)), list(lengths))
+def _key_tokens(lengths: Sequence[int], parents: Sequence[int]) -> Tensor:
+    """Returns the tokens whose keys each trajectory sees, joined, int64 [K]: those on its path, then its own."""
     parts: list[Tensor] = []
-    for own_tokens, prompt in zip(tokens, prompt_indices, strict=True):
-        if len(own_tokens) > 0:
-            parts += [own_tokens] if prompt < 0 else [tokens[prompt], own_tokens]
-    return torch.cat(parts)
+    for tokens, parent in zip(torch.split(torch.arange(sum(lengths)), list(lengths)), parents, strict=True):
+        parts.append(tokens if parent < 0 else torch.cat([parts[parent], tokens]))
+    return torch.cat([part for part, length in zip(parts, lengths, strict=True) if length])
 
 
 def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
@@ -316,7 +318,7 @@ class Total(torch.autograd.Function):
 
 @functools.cache
 def kernel_for(
-    device: torch.device, dtype: torch.dtype, head_size: int, value_size: int, shares_prompts: bool = False
+    device: torch.device, dtype: torch.dtype, head_size: int, value_size: int, shares_prefixes: bool = False
 ) -> str:
     """Returns the name of the kernel for these tensors, found by a trial; logs it once."""
     skipped: list[str] = []
@@ -326,7 +328,7 @@ def kernel_for(
         if not _is_tried_on(device):
             continue
         try:
-            reason = _failure(kernel, device, dtype, head_size, value_size, shares_prompts)
+            reason = _failure(kernel, device, dtype, head_size, value_size, shares_prefixes)
         except Exception as error:  # noqa: BLE001  # Triton's errors share no base class
             reason = f"{type(error).__name__}: {error}"[:100]
         if reason is None:
@@ -334,7 +336,7 @@ def kernel_for(
         skipped.append(f"{name}: {reason}")
     reasons = f" ({'; '.join(skipped)})" if skipped else ""
     level = logging.WARNING if skipped else logging.DEBUG
-    kind = "packed rows that share prompts" if shares_prompts else "packed rows"
+    kind = "packed rows that share prefixes" if shares_prefixes else "packed rows"
     log.log(level, "attention of %s: %s, %s on %s%s", kind, name, str(dtype).removeprefix("torch."), device, reasons)
     return name
 
@@ -352,10 +354,10 @@ def _failure(
     dtype: torch.dtype,
     head_size: int,
     value_size: int,
-    shares_prompts: bool,
+    shares_prefixes: bool,
 ) -> str | None:
     """Returns why a kernel cannot be used: its error, or its difference from SDPA. Returns None if it can be used."""
-    rows = PackedRows((_BLOCK + 3, 5, 7), device, prompt_indices=(-1, -1, 0) if shares_prompts else None)
+    rows = PackedRows((_BLOCK + 3, 5, 7), device, parents=(-1, -1, 0) if shares_prefixes else None)
     generator = torch.Generator().manual_seed(0)
     num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
 
@@ -432,9 +434,9 @@ def _sdpa(
             for tensor, at in ((query, tokens), (key, keys), (value, keys))
         )
         mask = None
-        if rows.keys is not None or (window is not None and window < width):
-            before = before[:1] if rows.keys is None else before
-            positions = before[:, None] + torch.arange(width, device=query.device)  # among a trajectory's keys
+        if before is not None or (window is not None and window < width):
+            positions = torch.arange(width, device=query.device)[None]  # among a trajectory's keys
+            positions = positions if before is None else before[:, None] + positions
             difference = (positions[:, :, None] - torch.arange(keys.shape[1], device=query.device))[:, None]
             mask = difference >= 0 if window is None else (difference >= 0) & (difference < window)
         output = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)

@@ -16,10 +16,9 @@ from torch import Tensor
 from lightrl.functional import can_compile
 from lightrl.models import new_model
 from lightrl.models.hybrids import keeps_states
-from lightrl.models.model_spec import cache_argument
 from lightrl.models.moe import moe_blocks
 from lightrl.strategies.layouts.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
-from lightrl.strategies.layouts.shared_prefix import LAYOUTS, Layout, Row, new_cache, shared_hidden
+from lightrl.strategies.layouts.shared_prefix import Prefixes, shared_hidden
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,36 +58,34 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def exact_layouts(model: PreTrainedModel) -> dict[str, Layout]:
-    """Returns the layouts of shared_prefix.py that match the results of whole rows; none without full attention."""
-    from transformers.cache_utils import DynamicLayer
+def can_mask(model: PreTrainedModel) -> bool:
+    """Whether a row can contain a tree, with a mask for it, as in the `shared_rows` of shared_prefix.py."""
+    if rope_depends_on_length(model) or not _attends_to_all(model.config):
+        return False
+    token_ids = torch.cat([_some_tokens(model, 5)[:, [0, 1, 2, *more]] for more in ([3, 4], [4, 3], [3, 3])])
+    tree = Prefixes(order=[0, 2, 1], shared=[0, 4, 3], ends=[5, 5, 5]).tree()
+    predicting = torch.arange(3).repeat_interleave(5), torch.arange(5).repeat(3)
+    try:
+        parts = list(shared_hidden(model, token_ids, predicting, [[tree]], lambda _, ids: {"input_ids": ids}))
+    except (RuntimeError, TypeError, ValueError):  # the model needs a different kind of mask
+        return False
+    whole = _hidden(model, token_ids)
+    return all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts)
 
-    if not cache_argument(model.base_model) or rope_depends_on_length(model):
-        return {}
-    if not all(type(layer) is DynamicLayer for layer in new_cache(model).layers):
-        return {}
-    token_ids = torch.cat([_some_tokens(model, 4), _some_tokens(model, 6)[:, [0, 1, 4, 5]]])
-    prompt = Row(num_prompt_tokens=2, members=[0, 1], sizes=[2, 2])
-    predicting = torch.tensor([0, 0, 0, 1, 1, 1]), torch.tensor([1, 2, 3, 1, 2, 3])
-    whole, exact = _hidden(model, token_ids), {}
-    for name, layout in LAYOUTS.items():
-        try:
-            parts = list(
-                shared_hidden(model, token_ids, predicting, layout([prompt]), lambda _, ids: {"input_ids": ids})
-            )
-        except (RuntimeError, TypeError, ValueError):  # the model needs a different kind of mask
-            continue
-        if all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts):
-            exact[name] = layout
-    return exact
+
+def _attends_to_all(config: PretrainedConfig) -> bool:
+    """Whether each layer attends to all earlier tokens, as seen in the cache that transformers makes for the model."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 @torch.no_grad()
-def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
+def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
     """Whether a packed row's trajectories do not affect each other; installs an attention that separates them.
 
     Args:
-        shares_prompt: test with two completions of a prompt that the row contains only once.
+        shares_prefixes: test with a tree, whose shared tokens the row contains only once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse attention, which has no effect on the probe's few tokens
@@ -96,26 +93,24 @@ def can_pack(model: PreTrainedModel, *, shares_prompt: bool = False) -> bool:
     if not takes_positions or rope_depends_on_length(model) or not make_packable(model):
         return False
     with_states = keeps_states(model.config)
-    if shares_prompt and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
+    if shares_prefixes and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
         return False
     # Longer than convolution kernels; the second crosses a boundary between a scan's chunks, the third starts after it.
-    lengths = [6, 262, 6] if with_states else [3, 1, 2]
-    prompts = [-1, 0, 0] if shares_prompt else [-1, -1, -1]
-    parts = torch.split(token_ids := _some_tokens(model, sum(lengths)), lengths, dim=1)
-    trajectories = [
-        part if prompt < 0 else torch.cat([parts[prompt], part], dim=1)
-        for part, prompt in zip(parts, prompts, strict=True)
-    ]
+    lengths = [6, 262, 6] if with_states else [3, 1, 2, 2]
+    parents = [-1, 0, 0, 2] if shares_prefixes else [-1] * len(lengths)
+    token_ids, trajectories = _some_tokens(model, sum(lengths)), list[Tensor]()
+    for part, parent in zip(torch.split(token_ids, lengths, dim=1), parents, strict=True):
+        trajectories.append(part if parent < 0 else torch.cat([trajectories[parent], part], dim=1))
     positions = [torch.arange(trajectory.shape[1], device=model.device) for trajectory in trajectories]
     position_ids = torch.cat([row[-num:] for row, num in zip(positions, lengths, strict=True)])[None]
     # FSDP2's layers compute in bfloat16. A trial of flex attention would mislead while compilation is off.
-    rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), prompts)
+    rows = PackedRows(lengths, model.device, dict.fromkeys((model.dtype, torch.bfloat16), "sdpa"), parents)
     starts = arguments(model, rows, with_states=with_states)
     try:
         output = model.base_model(input_ids=token_ids, position_ids=position_ids, use_cache=False, **starts)
     except (TypeError, ValueError) as error:
         # Unknown arguments, NotPackable, or transformers' error for a recurrence without kernels.
-        log.info("%s: %s", "Packed rows repeat prompts" if shares_prompt else "Trajectories are padded", error)
+        log.info("%s: %s", "Packed rows repeat prefixes" if shares_prefixes else "Trajectories are padded", error)
         return False
     expected = [_hidden(model, row)[:, -num:] for row, num in zip(trajectories, lengths, strict=True)]
     return _is_close(model, output.last_hidden_state, torch.cat(expected, dim=1))

@@ -1,184 +1,225 @@
-"""Shared prefixes: trajectories with the same prompt share its states, so the prompt is computed less often.
+"""Shared prefixes: the tokens with which rows begin alike are computed once, not for each row.
 
-In a causal model a prompt's states do not depend on what follows, so sharing is exact, including the gradient. A plan
-lists the forward passes of a microbatch and their rows. Two layouts make plans, and the cheapest plan is used:
+In a causal model a token's states do not depend on what follows, so sharing is exact, including the gradient. The rows
+of a microbatch form a tree. A group's trajectories share their prompt; an agent's conversations share all requests up
+to the one in which they part. A segment holds the tokens between two branches:
 
-    shared_keys   first  prompt      then  completion a      each completion follows a copy of the prompt's key-values;
-                                           completion b ·    works for any lengths, needs at least two forwards
-    shared_rows   prompt │ completion a │ b │ c              each completion sees the prompt and itself, because of a
-                  prompt │ completion d │ e   ·              T × T mask; suits short rows
+    rows   p q a b          segments   p q ─┬─ a b
+           p q c d e                        └─ c d ─┬─ e
+           p q c d f                                └─ f
 
-On a GPU a microbatch is one packed row: `packed` includes each prompt once, and the attention repeats its keys.
+    shared_rows   p q a b c d e f    a token sees its own segment and those before it on its path, because of a T × T
+                                     mask; suits short rows
+    packed        p q a b c d e f    one row for the whole microbatch; attention repeats the keys of earlier segments
+                                     (packed_attention.py)
 
-Shapes: B trajectories, L prompt tokens, R rows, T tokens of a row, N positions, H hidden size.
+Shapes: B rows of the microbatch, T tokens of a row, R rows of a forward, N positions, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional import bins, on_host, rectangles, to_device
-from lightrl.models.model_spec import cache_argument
+from lightrl.functional import on_host, rectangles, to_device
 
 if TYPE_CHECKING:
-    from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Cost of one more forward, in tokens. Fewer tokens of padding are cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
 MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
+MIN_SEGMENT_TOKENS = 16  # of a packed row: a shorter segment is repeated, since each one is a part of the attention
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768
+_COPIED_KEYS_OF_A_TOKEN = 8  # copying so many keys and values costs as much as one more token
 
 
-class Row(NamedTuple):
-    """A prompt and its completions, each without its last token, which predicts nothing."""
+class Segment(NamedTuple):
+    """Consecutive tokens of a row, which all rows below the segment share."""
 
-    num_prompt_tokens: int  # L
-    members: list[int]  # trajectories that begin with the prompt
-    sizes: list[int]  # number of tokens of their completions
-    stored: int | None = None  # the row of an earlier forward whose key-values replace the prompt
+    row: int  # one of these rows
+    start: int  # position of the first token
+    end: int  # position after the last token
+    parent: int  # index of the segment that ends before `start`, or -1
+
+
+class PrefixTree(NamedTuple):
+    """Segments in depth-first order, and the last segment of each row."""
+
+    segments: list[Segment]
+    last_segments: dict[int, int]  # row → index
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.sizes) + (self.num_prompt_tokens if self.stored is None else 0)
+        return sum(segment.end - segment.start for segment in self.segments)
 
     @property
-    def needs_mask(self) -> bool:
-        return len(self.sizes) > 1 and sum(map(bool, self.sizes)) > 1
+    def is_chain(self) -> bool:
+        """Whether each segment follows the one before it, so that a causal model needs no mask."""
+        return all(segment.parent == index - 1 for index, segment in enumerate(self.segments))
+
+    def fill(self, flat_indices: Tensor, first: int = 0) -> None:
+        """Sets each position's index in the concatenated segments, whose first token has the index `first`.
+
+        Args:
+            flat_indices: int64 [B, T], changed in place.
+        """
+        firsts = np.cumsum([first, *(segment.end - segment.start for segment in self.segments)])
+        for row, index in self.last_segments.items():
+            while index >= 0:
+                _, start, end, parent = self.segments[index]
+                flat_indices[row, start:end] = torch.arange(end - start) + int(firsts[index])
+                index = parent
 
 
-Plan = list[list[Row]]  # the rows of each forward
-Layout = Callable[[Sequence[Row]], Plan]  # makes a plan from distinct prompts with their completions
+class Prefixes(NamedTuple):
+    """The rows of a microbatch, in an order in which rows that begin alike are neighbors."""
+
+    order: list[int]
+    shared: list[int]  # for each row in this order, the number of tokens that it shares with the row before it
+    ends: list[int]  # for each row in this order, the number of tokens that the model reads
+
+    @classmethod
+    def of(cls, experience: Experience, config: PretrainedConfig | None = None) -> Prefixes:
+        """Compares the rows of each group, without their last tokens, which predict nothing.
+
+        Rows with images share only what precedes their first loss token, and only if their images are equal. A row with
+        image tokens after its first loss token shares nothing.
+        """
+        token_ids = on_host(experience.token_ids)
+        ends = (on_host(experience.lengths) - 1).clamp(min=1)
+        limits = ends
+        images = token_ids[:, :0].numpy()
+        if experience.image_rows is not None:
+            loss_mask, images = on_host(experience.loss_mask), on_host(experience.image_rows).numpy()
+            limits = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
+            is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= limits[:, None])  # but not part of the prompt
+            is_alone = (is_read & (token_ids == getattr(config, "image_token_id", None))).any(1)
+            limits = torch.where(is_alone, 0, limits)
+        groups, sizes, most = (on_host(values).tolist() for values in (experience.group_ids, ends, limits))
+        ids = token_ids.numpy()
+        numbers: dict[tuple[int, bytes], int] = {}  # by first row, since a replayed group may have a different id
+        kinds = [
+            numbers.setdefault((group, image.tobytes()), len(numbers))
+            for group, image in zip(groups, images, strict=True)
+        ]
+        order = sorted(range(len(sizes)), key=lambda row: (kinds[row], ids[row, : sizes[row]].tobytes()))
+        shared = [0]
+        for left, row in pairwise(order):
+            most_equal = min(most[left], most[row]) if kinds[left] == kinds[row] else 0
+            differ = ids[left, :most_equal] != ids[row, :most_equal]
+            shared.append(int(differ.argmax()) if differ.any() else most_equal)
+        return cls(order, shared, [sizes[row] for row in order])
+
+    def chunks(self, max_tokens: int, *, of_one_tree: bool = False) -> list[Prefixes]:
+        """Cuts the order into parts of at most `max_tokens` tokens, each counted once, or of one longer row.
+
+        Args:
+            of_one_tree: also cut where neighbors share nothing.
+        """
+        starts, num_tokens = [0], 0
+        for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
+            num_tokens += end - shared
+            if index and (num_tokens > max_tokens or (of_one_tree and not shared)):
+                starts.append(index)
+                num_tokens = end
+        bounds = zip(starts, [*starts[1:], len(self.order)], strict=True)
+        return [
+            Prefixes(self.order[start:end], [0, *self.shared[start + 1 : end]], self.ends[start:end])
+            for start, end in bounds
+        ]
+
+    def tree(self, min_tokens: int = 1) -> PrefixTree:
+        """Returns the rows' tree. A shared segment of fewer than `min_tokens` tokens is repeated for each branch."""
+        segments: list[Segment] = []
+        last_segments: dict[int, int] = {}
+        # Rows `first` to `last` of the order follow the segment `parent`, which ends at position `start`.
+        parts = [(0, len(self.order), 0, -1)]
+        while parts:
+            first, last, start, parent = parts.pop()
+            is_leaf = last - first == 1
+            common = self.ends[first] if is_leaf else min(self.shared[first + 1 : last])
+            if common - start >= (1 if is_leaf else min_tokens):
+                segments.append(Segment(self.order[first], start, common, parent))
+                start, parent = common, len(segments) - 1
+            if is_leaf:
+                last_segments[self.order[first]] = parent
+                continue
+            cuts = [first, *(index for index in range(first + 1, last) if self.shared[index] == common), last]
+            parts += [(begin, end, start, parent) for begin, end in pairwise(cuts)][::-1]
+        return PrefixTree(segments, last_segments)
 
 
-def find_shared_prompts(experience: Experience, config: PretrainedConfig | None = None) -> list[Row]:
-    """Returns each distinct prompt with all its trajectories, shortest prompt first.
-
-    The prompt is everything before the first loss token. Prompts are equal if group, tokens and images are equal. A
-    trajectory without loss tokens counts as a prompt, except for its last token. So does a trajectory with image tokens
-    after its first loss token; it shares its prompt with no other trajectory.
-    """
-    token_ids, loss_mask = on_host(experience.token_ids).numpy(), on_host(experience.loss_mask)
-    images = token_ids[:, :0] if experience.image_rows is None else on_host(experience.image_rows).numpy()
-    ends = on_host(experience.lengths) - 1
-    starts = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
-    groups = on_host(experience.group_ids)
-    if experience.image_rows is not None:
-        is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= starts[:, None])  # but not part of the prompt
-        is_alone = (is_read & (on_host(experience.token_ids) == getattr(config, "image_token_id", None))).any(1)
-        starts = torch.where(is_alone, ends, starts)
-        groups = torch.where(is_alone, -1 - torch.arange(len(ends)), groups)
-    prompts: dict[tuple[int, int, bytes, bytes], Row] = {}
-    numbers = zip(starts.tolist(), groups.tolist(), ends.tolist(), strict=True)
-    for row, (start, group, end) in enumerate(numbers):
-        key = (start, group, token_ids[row, :start].tobytes(), images[row].tobytes())
-        prompt = prompts.setdefault(key, Row(start, [], []))
-        prompt.members.append(row)
-        prompt.sizes.append(max(0, end - start))
-    return sorted(prompts.values(), key=lambda prompt: prompt.num_prompt_tokens)
+def each_alone(experience: Experience) -> PrefixTree:
+    """Returns the tree of rows that share nothing."""
+    ends = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
+    return PrefixTree(
+        [Segment(row, 0, end, -1) for row, end in enumerate(ends)], {row: row for row in range(len(ends))}
+    )
 
 
-def shared_keys(prompts: Sequence[Row]) -> Plan:
-    """Plans, for each prompt length, a forward over the prompts, then rectangles of completions that continue them."""
-    plan: Plan = []
-    for num_tokens, same_length in groupby(prompts, key=lambda prompt: prompt.num_prompt_tokens):
-        plan.append([])
-        completions = []
-        for stored, prompt in enumerate(same_length):
-            plan[-1].append(prompt._replace(sizes=[0] * len(prompt.members)))
-            pairs = zip(prompt.members, prompt.sizes, strict=True)
-            completions += [Row(num_tokens, [member], [size], stored) for member, size in pairs if size]
-        plan += _in_rectangles(completions)
-    return plan
+Plan = list[list[PrefixTree]]  # the rows of each forward; none if each row is separate
 
 
-def shared_rows(prompts: Sequence[Row]) -> Plan:
-    """Plans rows that contain a prompt and completions, with at most MAX_ROW_TOKENS tokens if possible."""
-    rows = []
-    for prompt in prompts:
-        for picked in bins(prompt.sizes, max(0, MAX_ROW_TOKENS - prompt.num_prompt_tokens)):
-            members, sizes = ([values[index] for index in picked] for values in (prompt.members, prompt.sizes))
-            rows.append(prompt._replace(members=members, sizes=sizes))
-    return _in_rectangles(rows)
+def shared_rows(prefixes: Prefixes) -> Plan:
+    """Plans rows that each contain one tree, with at most MAX_ROW_TOKENS tokens if possible."""
+    trees = [part.tree() for part in prefixes.chunks(MAX_ROW_TOKENS, of_one_tree=True)]
+    return [[trees[index] for index in part] for part in _in_rectangles([tree.num_tokens for tree in trees])]
 
 
-def whole_rows(prompts: Sequence[Row]) -> Plan:
-    """Plans one row per trajectory, without sharing prompts."""
-    rows = [
-        Row(prompt.num_prompt_tokens + size, [member], [0])
-        for prompt in prompts
-        for member, size in zip(prompt.members, prompt.sizes, strict=True)
-    ]
-    return _in_rectangles(rows)
+def _in_rectangles(sizes: Sequence[int]) -> list[list[int]]:
+    return rectangles(sizes, CALL_OVERHEAD_TOKENS)
 
 
-def _in_rectangles(rows: Sequence[Row]) -> Plan:
-    parts = rectangles([row.num_tokens for row in rows], CALL_OVERHEAD_TOKENS)
-    return [[rows[index] for index in part] for part in parts]
+def cost_of_rectangles(sizes: Sequence[int]) -> float:
+    """Returns the cost, in tokens, of rows of these sizes that share nothing, including padding."""
+    return sum(CALL_OVERHEAD_TOKENS + len(part) * max(sizes[row] for row in part) for part in _in_rectangles(sizes))
 
 
-LAYOUTS: dict[str, Layout] = {"shared_keys": shared_keys, "shared_rows": shared_rows}
+def cost_of_shared_rows(plan: Plan) -> float:
+    """Returns the cost of `shared_rows`, in tokens, including padding and masked attention."""
+    total = 0.0
+    for trees in plan:
+        longest = max(tree.num_tokens for tree in trees)
+        masked_keys = 0 if all(tree.is_chain for tree in trees) else longest
+        total += CALL_OVERHEAD_TOKENS + len(trees) * longest * (1 + masked_keys / _KEYS_OF_A_TOKEN)
+    return total
+
+
+def cost_of_packed(tree: PrefixTree) -> float:
+    """Returns the cost of a packed row on the CPU, in tokens, where attention copies the keys before each segment."""
+    num_copied = sum(segment.end for segment in tree.segments if segment.parent >= 0)
+    return 2 * CALL_OVERHEAD_TOKENS + tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
 
 
 class PackedTokens(NamedTuple):
     """The layout of a packed row of P tokens; on the host."""
 
-    rows: Tensor  # int64 [P], the trajectory of each token
-    columns: Tensor  # int64 [P], the position of each token in its trajectory
-    lengths: list[int]  # number of tokens of each part of the row: a prompt, a completion, or a trajectory
-    prompts: list[int]  # index of the prompt's part that each part follows, or -1
-    flat_indices: Tensor  # int64 [B, T], index of each trajectory position's state, or -1 without a state
+    rows: Tensor  # int64 [P], the microbatch's row that each token comes from
+    columns: Tensor  # int64 [P], the token's position in that row
+    lengths: list[int]  # number of tokens of each segment
+    parents: list[int]  # index of the segment that each segment follows, or -1
+    flat_indices: Tensor  # int64 [B, T], index of each position's state, or -1 without a state
 
 
-def each_alone(experience: Experience) -> list[Row]:
-    """Returns each trajectory as a prompt that no other trajectory shares."""
-    lengths = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
-    return [Row(length, [row], [0]) for row, length in enumerate(lengths)]
-
-
-def packed(prompts: Sequence[Row], shape: Sequence[int]) -> PackedTokens:
-    """Lays out each prompt followed by its completions; a prompt and its only completion form one part.
-
-    Args:
-        prompts: from `find_shared_prompts` or `each_alone`.
-        shape: (B, T) of the trajectories.
-    """
-    parts: list[tuple[int, int, int, int]] = []  # trajectory, first position, tokens, index of the prompt's part
-    for prompt in prompts:
-        shared, num = len(parts), prompt.num_prompt_tokens
-        if len(prompt.members) == 1:
-            parts.append((prompt.members[0], 0, num + prompt.sizes[0], -1))
-            continue
-        parts.append((prompt.members[0], 0, num, -1))
-        parts += [(member, num, size, shared) for member, size in zip(prompt.members, prompt.sizes, strict=True)]
-    members, positions, sizes, shared_parts = torch.tensor(parts).unbind(1)
-    part_of_token = torch.arange(len(parts)).repeat_interleave(sizes)
-    part_starts = sizes.cumsum(0) - sizes
-    offset = torch.arange(len(part_of_token)) - part_starts[part_of_token]
-    rows, columns = members[part_of_token], positions[part_of_token] + offset
+def packed(tree: PrefixTree, shape: Sequence[int]) -> PackedTokens:
+    """Lays out a tree's segments one after the other; `shape` is (B, T) of the rows."""
+    members, starts, ends, parents = torch.tensor(tree.segments).unbind(1)
+    sizes = ends - starts
+    segment_of_token = torch.arange(len(sizes)).repeat_interleave(sizes)
+    offset = torch.arange(len(segment_of_token)) - (sizes.cumsum(0) - sizes)[segment_of_token]
+    rows, columns = members[segment_of_token], starts[segment_of_token] + offset
     flat_indices = torch.full(tuple(shape), -1)
-    flat_indices[rows, columns] = torch.arange(len(part_of_token))
-    for prompt in prompts:  # a prompt's last position predicts each completion's first token
-        last = prompt.num_prompt_tokens - 1
-        flat_indices[prompt.members, last] = flat_indices[prompt.members[0], last].clone()
-    return PackedTokens(rows, columns, sizes.tolist(), shared_parts.tolist(), flat_indices)
-
-
-def cost(plan: Plan) -> float:
-    """Returns a plan's cost in tokens, including padding, masked attention and the overhead of each model call."""
-    total = 0.0
-    for rows in plan:
-        longest = max(row.num_tokens for row in rows)
-        masked_keys = longest if any(row.needs_mask for row in rows) else 0
-        total += CALL_OVERHEAD_TOKENS + len(rows) * longest * (1 + masked_keys / _KEYS_OF_A_TOKEN)
-    return total
+    tree.fill(flat_indices)
+    return PackedTokens(rows, columns, sizes.tolist(), parents.tolist(), flat_indices)
 
 
 def shared_hidden(
@@ -188,95 +229,61 @@ def shared_hidden(
     plan: Plan,
     layer_input: Callable[[Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields, for each forward pass, rows [N], columns [N] and hidden states [N, H] of the predicting positions.
+    """Yields, for each forward of `shared_rows`, rows [N], columns [N] and hidden states [N, H] that predict tokens.
 
     Args:
-        token_ids: int64 [B, T of the trajectories].
+        token_ids: int64 [B, T].
         predicting: rows and columns of the predicting positions, on the host.
-        layer_input: makes the model's arguments from trajectories [R] and tokens [R, T] that begin with their prompts,
-            which may contain images.
+        layer_input: makes the model's arguments from rows of the microbatch [R] and tokens [R, T] that begin with their
+            prompts, which may contain images.
     """
     device = token_ids.device
-    cache: DynamicCache | None = None
-    for rows, following in pairwise([*plan, []]):
-        tokens = _Tokens.of(rows, on_host(token_ids))
-        inputs: dict[str, Any] = {"input_ids": to_device(tokens.token_ids, device)}
-        used: DynamicCache | None = None  # the cache that this forward reads or fills
-        if rows[0].stored is not None:
-            stored = to_device(torch.tensor([row.stored for row in rows]), device)
-            used = repeated_cache(model, cache, stored)
-        else:
-            inputs = layer_input(to_device(torch.tensor([row.members[0] for row in rows]), device), inputs["input_ids"])
-            if following and following[0].stored is not None:
-                used = cache = new_cache(model)
-        if used is not None:
-            inputs[cache_argument(model.base_model)] = used
-        if any(row.needs_mask for row in rows):
+    for trees in plan:
+        tokens = _Tokens.of(trees, on_host(token_ids))
+        first_rows = torch.tensor([tree.segments[0].row for tree in trees])
+        inputs: dict[str, Any] = layer_input(to_device(first_rows, device), to_device(tokens.token_ids, device))
+        if not all(tree.is_chain for tree in trees):
             inputs["position_ids"] = to_device(tokens.positions, device)
-            inputs["attention_mask"] = mask_of(to_device(tokens.segments, device), model.dtype)
-        hidden = model.base_model(**inputs, use_cache=used is not None).last_hidden_state
+            inputs["attention_mask"] = mask_of(to_device(tokens.visible_until, device), model.dtype)
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
         indices = tokens.flat_indices[predicting]
-        trajectories, columns, indices = (to_device(values[indices >= 0], device) for values in (*predicting, indices))
-        yield trajectories, columns, hidden.flatten(0, 1)[indices]
+        rows, columns, indices = (to_device(values[indices >= 0], device) for values in (*predicting, indices))
+        yield rows, columns, hidden.flatten(0, 1)[indices]
 
 
 class _Tokens(NamedTuple):
-    """The layout of the rows of a forward pass; int64, on the host."""
+    """The layout of the rows of a forward pass, a tree in each; int64, on the host."""
 
     token_ids: Tensor  # [R, T]
-    positions: Tensor  # [R, T], in the trajectory
-    segments: Tensor  # [R, T]: 0 is the prompt, then each completion; -1 is padding
-    flat_indices: Tensor  # [B, T of the trajectories], each token's index in the concatenated rows, or -1
+    positions: Tensor  # [R, T], in the microbatch's rows
+    visible_until: Tensor  # [R, T], the column after the last token that sees this one, if it is not before it
+    flat_indices: Tensor  # [B, T of the microbatch], each token's index in the concatenated rows, or -1
 
     @classmethod
-    def of(cls, rows: Sequence[Row], token_ids: Tensor) -> _Tokens:
-        """Lays out each row: its prompt, unless an earlier forward stored it, then its completions, then padding."""
-        pieces = []  # row, first column, trajectory, first position, tokens, segment
-        for number, row in enumerate(rows):
-            end = row.num_tokens - sum(row.sizes)
-            pieces.append((number, 0, row.members[0], 0, end, 0))
-            for segment, (member, size) in enumerate(zip(row.members, row.sizes, strict=True), start=1):
-                pieces.append((number, end, member, row.num_prompt_tokens, size, segment))
-                end += size
-        table = torch.tensor(pieces)
-        sizes = table[:, 4]
-        piece_of_token = torch.arange(len(table)).repeat_interleave(sizes)
-        offset = torch.arange(len(piece_of_token)) - (sizes.cumsum(0) - sizes)[piece_of_token]
-        numbers, columns, sources, positions, _, segments = table[piece_of_token].unbind(1)
-        width = max(row.num_tokens for row in rows)
-        indices, positions = numbers * width + columns + offset, positions + offset
-        filled = torch.zeros(3, len(rows) * width, dtype=torch.int64)
-        filled[2] = -1
-        filled[:, indices] = torch.stack([token_ids[sources, positions], positions, segments])
+    def of(cls, trees: Sequence[PrefixTree], token_ids: Tensor) -> _Tokens:
+        """Lays out each tree's segments, then padding. A segment's subtree follows it without a gap."""
+        width = max(tree.num_tokens for tree in trees)
+        ids, positions = torch.zeros(2, len(trees), width, dtype=torch.int64)
+        visible_until = torch.full((len(trees), width), width)  # padding sees padding
         flat_indices = torch.full(token_ids.shape, -1)
-        flat_indices[sources, positions] = indices
-        for number, row in enumerate(rows):
-            if row.stored is None:  # the prompt's last position predicts the first token of each completion
-                last = row.num_prompt_tokens - 1
-                flat_indices[row.members, last] = number * width + last
-        ids, positions, segments = filled.view(3, len(rows), width)
-        return cls(ids, positions, segments, flat_indices)
+        for number, tree in enumerate(trees):
+            sizes = [segment.end - segment.start for segment in tree.segments]
+            ends = np.cumsum(sizes).tolist()
+            subtree_ends = list(ends)
+            for index, (segment, size) in reversed([*enumerate(zip(tree.segments, sizes, strict=True))]):
+                columns = slice(ends[index] - size, ends[index])
+                ids[number, columns] = token_ids[segment.row, segment.start : segment.end]
+                positions[number, columns] = torch.arange(segment.start, segment.end)
+                visible_until[number, columns] = subtree_ends[index]
+                if segment.parent >= 0:
+                    subtree_ends[segment.parent] = max(subtree_ends[segment.parent], subtree_ends[index])
+            tree.fill(flat_indices, number * width)
+        return cls(ids, positions, visible_until, flat_indices)
 
 
-def mask_of(segments: Tensor, dtype: torch.dtype) -> Tensor:
-    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees earlier tokens of its prompt (segment 0) and segment."""
-    num_tokens = segments.shape[1]
-    is_before = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=segments.device).tril()
-    is_seen = is_before & ((segments[:, :, None] == segments[:, None]) | (segments[:, None] == 0))
-    mask = torch.zeros(is_seen.shape, dtype=dtype, device=segments.device)
+def mask_of(visible_until: Tensor, dtype: torch.dtype) -> Tensor:
+    """Builds the mask [R, 1, T, T], 0 or -inf: a token sees the earlier tokens in whose subtrees it is."""
+    columns = torch.arange(visible_until.shape[1], device=visible_until.device)
+    is_seen = (columns <= columns[:, None]) & (columns[:, None] < visible_until[:, None])
+    mask = torch.zeros(is_seen.shape, dtype=dtype, device=visible_until.device)
     return mask.masked_fill_(~is_seen, float("-inf"))[:, None]
-
-
-def new_cache(model: PreTrainedModel) -> DynamicCache:
-    """Creates an empty key-value cache for the model."""
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
-def repeated_cache(model: PreTrainedModel, cache: DynamicCache, stored: Tensor) -> DynamicCache:
-    """Copies the key-values of the rows `stored` [R] to a new cache; gradients flow back to the originals."""
-    repeated = new_cache(model)
-    for index, layer in enumerate(cache.layers):
-        repeated.update(layer.keys.index_select(0, stored), layer.values.index_select(0, stored), index)
-    return repeated

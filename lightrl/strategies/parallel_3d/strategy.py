@@ -27,7 +27,7 @@ from lightrl.models.conversion import Names
 from lightrl.models.tuning import Part
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
-from lightrl.strategies.head import LogprobSettings, teacher_candidates
+from lightrl.strategies.head import LogprobSettings, topk_candidates
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.packed_attention import make_packable
 from lightrl.strategies.parallel_3d.pipeline import HeldActivations
@@ -110,6 +110,11 @@ class Parallel3DStrategy(FSDP2Strategy):
                 "stage computes. Set trainer.precision to bf16-mixed."
             )
         module = self.lightning_module if module is None else module
+        if getattr(module, "optimizer", None) == "muon":
+            raise ValueError(
+                "optimizer='muon' needs whole matrices or FSDP2's shards, which Parallel3DStrategy does not have. Use "
+                "FSDP2Strategy, or set optimizer to adamw."
+            )
         check_meshes(module, world)
         for name, role in planned_roles(module).items():
             if role.spec.url is not None:
@@ -219,11 +224,14 @@ class Parallel3DModel:
         caps_attention = getattr(split.model.config, "attn_logit_softcapping", None) is not None
         self.is_packed = wants_packed and not caps_attention and make_packable(split.model)
 
+    def shares_prefixes(self, experience: Experience) -> bool:
+        return False
+
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Experience], *, topk: int = 0) -> list[Outputs]:
         """Returns each microbatch's outputs, on every rank, without gradient."""
         parts = [branch_rows(microbatch) for microbatch in microbatches]
-        feeds = self._feeds([rows for rows, _ in parts], [topk] * len(parts))
+        feeds = self._feeds([rows for rows, _ in parts], [topk or topk_candidates(rows) for rows, _ in parts])
         results = self._results(feeds, None)
         self.split.reshard()
         return [
@@ -291,7 +299,7 @@ class Parallel3DModel:
         """
         microbatches = list(microbatches)  # each is read several times
         parts = [branch_rows(microbatch) for microbatch in microbatches]
-        feeds = self._feeds([rows for rows, _ in parts], [teacher_candidates(rows) for rows, _ in parts])
+        feeds = self._feeds([rows for rows, _ in parts], [topk_candidates(rows) for rows, _ in parts])
         results: dict[int, Tensor] = {}
 
         def loss_of(index: int, result: Tensor) -> Tensor:

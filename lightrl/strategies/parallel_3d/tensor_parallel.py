@@ -192,7 +192,6 @@ def vocab_parallel_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         if supports is None or not len(supports.limited):
             return compute(slice(None))
-        assert token_ids.dim() == 1, "only sampled tokens have logprobs within their supports"
         scores = support_scores(
             hidden[supports.limited],
             weight,
@@ -203,7 +202,7 @@ def vocab_parallel_logprobs(
             total=None if group is None else functools.partial(dist.all_reduce, group=group),
         )
         scores = scores if cap is None else torch.tanh(scores / cap) * cap
-        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature), compute)
+        logprobs, entropy = supports.filled(supports.logprobs(scores, temperature, token_ids), compute)
         return logprobs, entropy if entropy_gradient else entropy.detach()
 
 

@@ -95,7 +95,7 @@ class OtherRanksModel:
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("This rank does not hold the model.")
 
-    forward = forward_backward = measure = move_to = _refuse
+    forward = forward_backward = measure = move_to = shares_prefixes = _refuse
 
     def full_parameters(
         self, bucket_bytes: int, *, part: Part = "whole", names: Names = "module", is_spread: bool = False

@@ -2,8 +2,9 @@
 
 Reading order:
     workflow.py           AgentWorkflow: runs a function, or a program (command.py)
-    endpoint.py           the HTTP server that agents call
+    endpoint.py           the HTTP server that agents call; frozen_models.py sends requests on to other models
     session.py            records the requests of one trajectory as turns of tokens
+    constraints.py        what a request asks of an answer's form, for the engine's grammar
     completion_parser.py  splits a completion into thinking, text and tool calls
     protocol.py           requests and answers; chat_protocol.py, messages_protocol.py and responses_protocol.py
                           implement the routes of OpenAI and Anthropic
@@ -15,12 +16,15 @@ from lightrl.workflows.agent_workflow.command import (
     AgentCommand,
     AgentFailed,
     AgentLimits,
+    AgentResult,
     StartProgram,
     check_command,
     row_folder,
     run_under_guard,
 )
+from lightrl.workflows.agent_workflow.frozen_models import FrozenModel
+from lightrl.workflows.agent_workflow.protocol import RequestPattern
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
-__all__ = ["AgentLimits", "AgentWorkflow"]
+__all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "RequestPattern"]
 __all__ += ["AgentCommand", "AgentFailed", "StartProgram", "check_command", "row_folder", "run_under_guard"]

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 from lightrl.trajectory import JsonMapping, JsonObject
 from lightrl.workflows.agent_workflow.protocol import (
-    MODEL,
     AgentRequest,
     Answer,
     Exchange,
     Refusals,
     RequestRefused,
+    content_of,
     objects_of,
     text_of,
     tool_call,
@@ -33,12 +33,9 @@ class ChatExchange(Exchange):
     last_line = "data: [DONE]\n\n"
     served = (
         "messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stream_options logprobs user "
-        "metadata store safety_identifier prompt_cache_key service_tier"
+        "stop n response_format metadata store safety_identifier prompt_cache_key service_tier"
     )
     refused: ClassVar[Refusals] = {
-        "n": ((1,), "Send several requests."),
-        "stop": (([], ""), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
-        "response_format": (({"type": "text"},), "Parse the text in the agent, and let the reward check the format."),
         "functions": (([],), "Use tools."),
         "function_call": (("none",), "Use tools."),
         "modalities": ((["text"],), "Leave it out."),
@@ -46,7 +43,7 @@ class ChatExchange(Exchange):
     }
 
     def read(self) -> AgentRequest:
-        may_call = self.may_call()
+        may_call, forced_tool = self.tool_choice()
         messages = self.fields.get("messages")
         if not isinstance(messages, list) or not messages:
             raise RequestRefused(f"messages must be a list with at least one message, got {messages!r:.80}.")
@@ -57,41 +54,47 @@ class ChatExchange(Exchange):
             self.limit_of("max_tokens", "max_completion_tokens"),
             wants_logprobs=bool(self.fields.get("logprobs", False)),
             has_parallel_calls=self.has_parallel_calls(),
+            stop=self.stop_of("stop"),
+            num_choices=self.num_choices(),
+            schema=self.schema_of(self.fields.get("response_format")),
+            forced_tool=forced_tool,
+            model=self.model,
         )
 
     def body(self, answer: Answer) -> JsonObject:
-        calls = {"content": answer.content or None, "tool_calls": _calls(answer)} if answer.calls else {}
-        choice = {
-            "index": 0,
-            "message": {**answer.message, **calls},
-            "logprobs": self._logprobs(answer),
-            "finish_reason": _finish_reason(answer),
-        }
-        return {**self._envelope("chat.completion", answer), "choices": [choice], "usage": _usage(answer)}
+        choices = []
+        for index, one in enumerate((answer, *answer.siblings)):
+            calls = {"content": one.content or None, "tool_calls": _calls(one)} if one.calls else {}
+            message, reason = {**one.message, **calls}, _finish_reason(one)
+            choices.append(
+                {"index": index, "message": message, "logprobs": self._logprobs(one), "finish_reason": reason}
+            )
+        return {**self._envelope("chat.completion", answer), "choices": choices, "usage": _usage(answer)}
 
     def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
-        return [self._chunk({"role": "assistant", "content": ""})]
+        return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.request.num_choices)]
 
     def events(self, answer: Answer) -> Iterator[JsonObject]:
-        calls = [{"index": index, **call} for index, call in enumerate(_calls(answer))]
-        deltas: list[JsonObject] = [{"reasoning_content": answer.reasoning}] if answer.reasoning else []
-        deltas += [{"content": answer.content}] if answer.content or not calls else []
-        deltas += [{"tool_calls": calls}] if calls else []
-        for index, delta in enumerate(deltas):
-            yield self._chunk(delta, logprobs=self._logprobs(answer) if index == 0 else None)
-        last = self._chunk({}, finish_reason=_finish_reason(answer))
-        yield last | self._envelope("chat.completion.chunk", answer)
+        for choice, one in enumerate((answer, *answer.siblings)):
+            calls = [{"index": index, **call} for index, call in enumerate(_calls(one))]
+            deltas: list[JsonObject] = [{"reasoning_content": one.reasoning}] if one.reasoning else []
+            deltas += [{"content": one.content}] if one.content or not calls else []
+            deltas += [{"tool_calls": calls}] if calls else []
+            for index, delta in enumerate(deltas):
+                yield self._chunk(choice, delta, logprobs=self._logprobs(one) if index == 0 else None)
+            last = self._chunk(choice, {}, finish_reason=_finish_reason(one))
+            yield last | self._envelope("chat.completion.chunk", one)
         options = self.fields.get("stream_options")
         if isinstance(options, Mapping) and options.get("include_usage"):
-            yield {**self._chunk({}), "choices": [], "usage": _usage(answer)}
+            yield {**self._chunk(0, {}), "choices": [], "usage": _usage(answer)}
 
-    def _chunk(self, delta: JsonObject, **fields: Any) -> JsonObject:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
+    def _chunk(self, index: int, delta: JsonObject, **fields: Any) -> JsonObject:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
         return {**self._envelope("chat.completion.chunk"), "choices": [choice]}
 
     def _envelope(self, kind: str, answer: Answer | None = None) -> JsonObject:
         version = None if answer is None else f"weight-version-{answer.completion.weight_versions[-1]}"
-        envelope = {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": MODEL}
+        envelope = {"id": f"chatcmpl-{self.id}", "object": kind, "created": self.created, "model": self.model}
         return {**envelope, "system_fingerprint": version}
 
     def _logprobs(self, answer: Answer) -> JsonObject | None:
@@ -109,7 +112,8 @@ def _read_message(message: object) -> JsonObject:
     role = message.get("role") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not isinstance(role, str) or role not in _ROLES:
         raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {message!r:.120}.")
-    parsed: JsonObject = {"role": _ROLES[role], "content": text_of(message.get("content"))}
+    read = content_of if role in ("user", "tool") else text_of
+    parsed: JsonObject = {"role": _ROLES[role], "content": read(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             parsed[name] = message[name]
@@ -147,10 +151,11 @@ def _finish_reason(answer: Answer) -> str:
 
 
 def _usage(answer: Answer) -> JsonObject:
-    num_generated = len(answer.completion.token_ids)
+    choices = (answer, *answer.siblings)
+    num_generated = sum(len(one.completion.token_ids) for one in choices)
     return {
         "prompt_tokens": answer.num_prompt_tokens,
         "completion_tokens": num_generated,
-        "completion_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
+        "completion_tokens_details": {"reasoning_tokens": sum(one.num_reasoning_tokens for one in choices)},
         "total_tokens": answer.num_prompt_tokens + num_generated,
     }

@@ -82,7 +82,7 @@ class AgentLimits:
     """Limits of one agent; None is no limit.
 
     A program that exceeds memory_mib or disk_mib is killed, and its trajectory is dropped. A request that exceeds
-    requests, turns or total_tokens is refused (`limit_exceeded`), as one that exceeds `max_tokens` is.
+    requests, turns, rows or total_tokens is refused (`limit_exceeded`), as one that exceeds `max_tokens` is.
 
     Args:
         memory_mib: memory of all processes of a program together.
@@ -90,7 +90,8 @@ class AgentLimits:
         processes: processes and threads of a program; it cannot start more.
         requests: answers to the agent.
         turns: answers in one conversation.
-        total_tokens: tokens of all the agent's rows, which are read as one microbatch, when a request starts.
+        rows: conversations that train, with the branches of each.
+        total_tokens: tokens of all the agent's rows, which are read as one microbatch; an answer is cut there.
     """
 
     memory_mib: int | None = None
@@ -98,6 +99,7 @@ class AgentLimits:
     processes: int = 1024
     requests: int | None = None
     turns: int | None = None
+    rows: int | None = None
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,9 +113,14 @@ class AgentLimits:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """An agent's reward, together with its folder and output."""
+    """An agent's reward, together with its folder and output.
+
+    Args:
+        rewards: more rewards, by the id of the response that earns each; `<id>/<index>` for a later choice of `n`.
+    """
 
     reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
     workspace: str | None = None  # a folder for the reward function, deleted afterwards
     output: str = ""
     is_truncated: bool = False  # ended by a limit
@@ -155,7 +162,8 @@ class AgentCommand:
             is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
-            problem = self.without_secrets(str(error)).rstrip(".")
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of the first file not copied
+            problem = self.without_secrets(str(reason)).rstrip(".")
             raise RolloutError(f"{self.command[0]} could not be started: {problem}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)

@@ -46,6 +46,11 @@ def completion_parser(
     return functools.partial(_parse_with_function, tool_parser or parse_hermes)
 
 
+def has_hermes_calls(parser: CompletionParser) -> bool:
+    """Returns whether this parser, one of `completion_parser`, finds calls in Hermes' format and no other."""
+    return getattr(parser, "args", ()) == (parse_hermes,)
+
+
 def parse_text(text: str, tool_parser: ToolParser | None = None) -> ParsedCompletion:
     """Separates a text's thinking from the rest; without a tool parser, calls stay in the text."""
     reasoning, content = split_thinking(text, has_opening=True)

@@ -1,11 +1,12 @@
 """OpenAIEndpoint: serves the policy through OpenAI's and Anthropic's APIs on a local port, one base_url per session.
 
-    POST <base_url>/chat/completions    chat_protocol.py          GET <base_url>/models
-    POST <base_url>/responses           responses_protocol.py
+    POST <base_url>/chat/completions    chat_protocol.py          GET <base_url>/models, <base_url>/models/<name>
+    POST <base_url>/responses           responses_protocol.py     HEAD any address of a session
     POST <base_url>/messages            messages_protocol.py, also for messages/count_tokens
 
 A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
-requires the session's random key, as a Bearer token or in the header x-api-key.
+requires the session's random key, as a Bearer token or in the header x-api-key. Requests to a frozen model are sent on
+to its server unchanged, and are not recorded (frozen_models.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import logging
 import secrets
 import socket
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -28,14 +29,15 @@ from lightrl.concurrency.listener import BACKLOG, Listener
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
+from lightrl.workflows.agent_workflow.frozen_models import FrozenModel, forward
 from lightrl.workflows.agent_workflow.messages_protocol import MessagesExchange
-from lightrl.workflows.agent_workflow.protocol import MODEL, Answer, Exchange, RequestRefused
+from lightrl.workflows.agent_workflow.protocol import Answer, Exchange, RequestRefused, no_such_model
 from lightrl.workflows.agent_workflow.responses_protocol import ResponsesExchange
 from lightrl.workflows.agent_workflow.session import AgentSession
 
 log = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _PROTOCOLS: dict[str, type[Exchange]] = {
     "chat/completions": ChatExchange,
     "messages": MessagesExchange,
@@ -58,10 +60,16 @@ class OpenAIEndpoint:
 
     Args:
         max_sessions: how many sessions may be open at the same time; further sessions wait.
+        host: an address of this machine, to which the port is bound and at which agents call it.
+        frozen: other models that agents may use, by name.
     """
 
-    def __init__(self, *, max_sessions: int = 64) -> None:
+    def __init__(
+        self, *, max_sessions: int = 64, host: str = LOOPBACK, frozen: Mapping[str, FrozenModel] | None = None
+    ) -> None:
         self.max_sessions = max_sessions
+        self.host = host
+        self.frozen = frozen or {}
         self._secret = secrets.token_bytes(32)  # the sessions' keys are derived from it
         self._sessions: dict[str, AgentSession] = {}
         self._warned_fields: set[str] = set()
@@ -79,7 +87,7 @@ class OpenAIEndpoint:
         """
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._serving is None or self._serving.done():
-            _warn_of_proxy()
+            _warn_of_proxy(self.host)
             self._loop, self._port = loop, loop.create_future()
             self._slots = asyncio.Semaphore(self.max_sessions)
             self._serving = loop.create_task(self._serve(self._port), name="lightrl-openai-endpoint")
@@ -87,7 +95,8 @@ class OpenAIEndpoint:
         try:
             await asyncio.shield(self._port)
         except OSError as error:
-            raise RolloutError(f"The agents' endpoint could not open a port on {_HOST}: {error}.") from error
+            text = f"The agents' endpoint could not open a port on {self.host}: {error}."
+            raise RolloutError(f"{text} endpoint_host must be an address of this machine.") from error
 
     async def close(self) -> None:
         """Closes the port, connections and sessions. Safe to call twice."""
@@ -107,7 +116,8 @@ class OpenAIEndpoint:
             name = secrets.token_hex(16)
             self._sessions[name] = session
             try:
-                yield f"http://{_HOST}:{self._port.result()}/sessions/{name}/v1", self._key_of(name)
+                host = f"[{self.host}]" if ":" in self.host else self.host
+                yield f"http://{host}:{self._port.result()}/sessions/{name}/v1", self._key_of(name)
             finally:
                 del self._sessions[name]
                 session.close()
@@ -116,6 +126,7 @@ class OpenAIEndpoint:
         """Serves until it is cancelled."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
+        app.router.add_get("/sessions/{session}/v1/models/{model:.+}", self._model)
         for path in _PROTOCOLS:
             app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
         # A request is cancelled with its connection, so it leaves the engine if the agent's client disconnects.
@@ -128,7 +139,8 @@ class OpenAIEndpoint:
         )
         try:
             await runner.setup()
-            with socket.create_server((_HOST, 0), backlog=BACKLOG) as opened:
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+            with socket.create_server((self.host, 0), family=family, backlog=BACKLOG) as opened:
                 port.set_result(opened.getsockname()[1])
                 assert runner.server is not None
                 await self._listener.accept(opened, runner.server)
@@ -144,7 +156,8 @@ class OpenAIEndpoint:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Checks the key, and returns every error in the format that clients read."""
         try:
-            key = self._key_of(request.path.partition("/sessions/")[2].partition("/")[0])
+            name = request.path.partition("/sessions/")[2].partition("/")[0]
+            key = self._key_of(name)
             sent = request.headers.get("Authorization", f"Bearer {request.headers.get('x-api-key')}")
             if not hmac.compare_digest(sent.encode(errors="surrogateescape"), f"Bearer {key}".encode()):
                 raise RequestRefused(
@@ -153,6 +166,9 @@ class OpenAIEndpoint:
                     code="invalid_api_key",
                 )
             self._listener.note_key(request)
+            if request.method == "HEAD":  # some programs ask first whether the server is there
+                self._session(name)
+                return web.Response()
             return await handler(request)
         except RequestRefused as error:
             return _refusal(error)
@@ -170,18 +186,28 @@ class OpenAIEndpoint:
             )
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        self._session(request)
-        policy = {"id": MODEL, "object": "model", "created": 0, "owned_by": "lightrl"}
-        return web.json_response({"object": "list", "data": [policy]})
+        models = [_model_of(name) for name in self._model_names(request)]
+        return web.json_response({"object": "list", "data": models, "has_more": False})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["model"]
+        if name not in self._model_names(request):
+            raise no_such_model(name)
+        return web.json_response(_model_of(name))
+
+    def _model_names(self, request: web.Request) -> list[str]:
+        return [*self._session(request.match_info["session"]).rules.models, *self.frozen]
 
     async def _exchange(self, request: web.Request) -> web.StreamResponse:
-        session, path = self._session(request), request.match_info["protocol"]
+        session, path = self._session(request.match_info["session"]), request.match_info["protocol"]
         try:
             body = await asyncio.wait_for(request.read(), _BODY_S)
         except TimeoutError as error:
             text = f"The request's body did not arrive within {_BODY_S:g} s."
             raise RequestRefused(text, status=408, code="request_timeout") from error
-        exchange = _PROTOCOLS[path].of_json(body)
+        if self.frozen and (frozen := self.frozen.get(_requested_model(body))) is not None:
+            return await forward(request, body, path, frozen)
+        exchange = _PROTOCOLS[path].of_json(body, session.rules, session.items)
         for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._warned_fields]:
             self._warned_fields.add(name)
             log.warning("Ignoring %s in an agent's request: the run's sampling and the agent's own tools apply.", name)
@@ -200,8 +226,8 @@ class OpenAIEndpoint:
         """Returns a session's key. It never starts with "-", so that it can be a command-line argument."""
         return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
-    def _session(self, request: web.Request) -> AgentSession:
-        session = self._sessions.get(request.match_info["session"])
+    def _session(self, name: str) -> AgentSession:
+        session = self._sessions.get(name)
         if session is None:
             raise RequestRefused(
                 "There is no such session, or its agent's function has returned. Use the base_url that the function "
@@ -212,17 +238,31 @@ class OpenAIEndpoint:
         return session
 
 
-def _warn_of_proxy() -> None:
+def _requested_model(body: bytes) -> str:
+    """Returns the name of the model that a request asks for, or an empty text."""
+    try:
+        return str(json.loads(body)["model"])
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return ""
+
+
+def _model_of(name: str) -> JsonObject:
+    """Returns a model as OpenAI's and Anthropic's clients expect it."""
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "lightrl"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _warn_of_proxy(host: str) -> None:
     """Warns if clients would use the environment's proxy, which takes 127.0.0.1 for its machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
-    if proxy and not urllib.request.proxy_bypass(_HOST):
+    if proxy and not urllib.request.proxy_bypass(host):
         log.warning(
             "Agents call this process at %s, but the environment sends HTTP requests to the proxy %s. Run "
             "`export NO_PROXY=%s,localhost` first, or configure the agent's client to use no proxy.",
-            _HOST,
+            host,
             proxy,
-            _HOST,
+            host,
         )
 
 

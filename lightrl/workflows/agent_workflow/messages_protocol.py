@@ -12,12 +12,13 @@ from typing import ClassVar
 
 from lightrl.trajectory import JsonMapping, JsonObject
 from lightrl.workflows.agent_workflow.protocol import (
-    MODEL,
     AgentRequest,
     Answer,
     Exchange,
     Refusals,
     RequestRefused,
+    content_of,
+    joined_content,
     objects_of,
     sealed,
     text_of,
@@ -33,18 +34,16 @@ class MessagesExchange(Exchange):
 
     served = (
         "messages system tools tool_choice max_tokens thinking output_config metadata context_management service_tier "
-        "cache_control"
+        "cache_control stop_sequences"
     )
     refused: ClassVar[Refusals] = {
-        "stop_sequences": (([],), "Cut the text in the agent, or set sampling.stop_token_ids in the run."),
         "mcp_servers": (([],), "Let the agent call them as tools."),
         "container": ((), "Leave it out."),
     }
 
     def read(self) -> AgentRequest:
-        may_call = self.may_call()
-        if isinstance(self.fields.get("output_config"), Mapping) and self.fields["output_config"].get("format"):
-            raise RequestRefused("output_config.format is not supported. Let the reward check the format.")
+        may_call, forced_tool = self.tool_choice()
+        output = self.fields.get("output_config")
         messages, sent_tools = objects_of(self.fields.get("messages"), "messages"), self.fields.get("tools", [])
         if not messages:
             raise RequestRefused("messages must be a list with at least one message, got [].")
@@ -64,12 +63,18 @@ class MessagesExchange(Exchange):
             shown if may_call else [],
             self.limit_of("max_tokens"),
             has_parallel_calls=self.has_parallel_calls(),
+            stop=self.stop_of("stop_sequences"),
+            schema=self.schema_of(output.get("format") if isinstance(output, Mapping) else None),
+            forced_tool=forced_tool,
+            model=self.model,
         )
 
     def body(self, answer: Answer) -> JsonObject:
         usage = {"input_tokens": answer.num_prompt_tokens, "output_tokens": len(answer.completion.token_ids)}
         message = self._message(answer.num_prompt_tokens)
-        return {**message, "content": self._blocks(answer), "stop_reason": _stop_reason(answer), "usage": usage}
+        return {**message, "content": self._blocks(answer), "stop_reason": _stop_reason(answer), "usage": usage} | {
+            "stop_sequence": answer.stopped_by
+        }
 
     def start_events(self, num_prompt_tokens: int) -> list[JsonObject]:
         return [{"type": "message_start", "message": self._message(num_prompt_tokens)}]
@@ -90,7 +95,7 @@ class MessagesExchange(Exchange):
                 yield {"type": "content_block_delta", "index": index, "delta": delta}
             yield {"type": "content_block_stop", "index": index}
         usage = {"output_tokens": len(answer.completion.token_ids)}
-        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+        delta = {"stop_reason": _stop_reason(answer), "stop_sequence": answer.stopped_by}
         yield {"type": "message_delta", "delta": delta, "usage": usage}
         yield {"type": "message_stop"}
 
@@ -102,7 +107,7 @@ class MessagesExchange(Exchange):
             "id": f"msg_{self.id}",
             "type": "message",
             "role": "assistant",
-            "model": MODEL,
+            "model": self.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
@@ -133,10 +138,11 @@ def _read_message(message: JsonMapping, tools: Mapping[str, JsonMapping]) -> lis
     blocks = content if isinstance(content, list) else [{"type": "text", "text": text_of(content)}]
     results: list[JsonObject] = []
     turn: JsonObject = {"role": role, "content": ""}
+    parts: list[JsonObject] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, Mapping) else None
         if kind == "tool_result" and role == "user":
-            result = _result_text(block.get("content"), tools)
+            result = _result_content(block.get("content"), tools)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
             turn.setdefault("tool_calls", []).append(tool_call(block.get("id"), block["name"], block.get("input", {})))
@@ -144,18 +150,25 @@ def _read_message(message: JsonMapping, tools: Mapping[str, JsonMapping]) -> lis
             thought = block.get("thinking") or unsealed(block.get("signature") or block.get("data"))
             turn["reasoning_content"] = turn.get("reasoning_content", "") + text_of(thought)
         else:
-            turn["content"] += text_of([block])
+            inner = content_of([block])
+            parts.append({"type": "text", "text": inner} if isinstance(inner, str) else inner[0])
+    turn["content"] = joined_content(parts) if role == "user" else text_of(parts)
     return [*results, *([] if results and not turn["content"] else [turn])]
 
 
-def _result_text(content: object, tools: Mapping[str, JsonMapping]) -> str:
-    """Returns the text of a tool's result, with the schemas of the tools that it refers to."""
-    texts = []
+def _result_content(content: object, tools: Mapping[str, JsonMapping]) -> str | list[JsonObject]:
+    """Returns the content of a tool's result, with the schemas of the tools that it refers to."""
+    parts: list[JsonObject] = []
     for part in content if isinstance(content, list) else [{"text": text_of(content)}]:
         is_reference = isinstance(part, Mapping) and part.get("type") == "tool_reference"
-        texts.append(json.dumps(tools.get(str(part.get("tool_name")))) if is_reference else text_of([part]))
-    return "\n".join(texts)
+        inner = json.dumps(tools.get(str(part.get("tool_name")))) if is_reference else content_of([part])
+        parts += [{"type": "text", "text": inner}] if isinstance(inner, str) else inner
+    return joined_content(parts, "\n")
 
 
 def _stop_reason(answer: Answer) -> str:
-    return "tool_use" if answer.calls else "max_tokens" if answer.completion.finish_reason == "length" else "end_turn"
+    if answer.calls:
+        return "tool_use"
+    if answer.stopped_by is not None:
+        return "stop_sequence"
+    return "max_tokens" if answer.completion.finish_reason == "length" else "end_turn"

@@ -13,12 +13,13 @@ from typing import Any, ClassVar
 
 from lightrl.trajectory import JsonMapping, JsonObject
 from lightrl.workflows.agent_workflow.protocol import (
-    MODEL,
     AgentRequest,
     Answer,
     Exchange,
     Refusals,
     RequestRefused,
+    content_of,
+    full_name,
     objects_of,
     sealed,
     text_of,
@@ -48,11 +49,8 @@ class ResponsesExchange(Exchange):
     }
 
     def read(self) -> AgentRequest:
-        may_call = self.may_call()
+        may_call, forced_tool = self.tool_choice()
         text = self.fields.get("text")
-        text_format = text.get("format") if isinstance(text, Mapping) else None
-        if text_format is not None and text_format != {"type": "text"}:
-            raise RequestRefused(f"text.format={text_format!r:.80} is not supported. Let the reward check the format.")
         self.num_events = 0
         self.wire_names: dict[str, tuple[str, str, str]] = {}  # the policy's name for a tool → kind, namespace, name
         tools = [each for tool in objects_of(self.fields.get("tools", []), "tools") for each in self._read_tools(tool)]
@@ -61,7 +59,7 @@ class ResponsesExchange(Exchange):
         messages = [{"role": "system", "content": text_of(self.fields.get("instructions"))}]
         messages = messages if messages[0]["content"] else []
         for item in items:
-            _add_item(messages, item)
+            _add_item(messages, self._referred(item))
         if not messages:
             raise RequestRefused("input must be a text, or a list with at least one item.")
         return AgentRequest(
@@ -69,6 +67,9 @@ class ResponsesExchange(Exchange):
             tools if may_call else [],
             self.limit_of("max_output_tokens"),
             has_parallel_calls=self.has_parallel_calls(),
+            schema=self.schema_of(text.get("format") if isinstance(text, Mapping) else None),
+            forced_tool=forced_tool,
+            model=self.model,
         )
 
     def body(self, answer: Answer) -> JsonObject:
@@ -133,7 +134,7 @@ class ResponsesExchange(Exchange):
             "id": f"resp_{self.id}",
             "object": "response",
             "created_at": self.created,
-            "model": MODEL,
+            "model": self.model,
             "status": "in_progress",
             "output": [],
             "parallel_tool_calls": self.has_parallel_calls(),
@@ -162,7 +163,21 @@ class ResponsesExchange(Exchange):
                 items.append(item | {"type": "custom_tool_call", "input": str(arguments.get("input", ""))})
             else:
                 items.append(item | {"arguments": json.dumps(arguments)})
-        return [{**item, "status": "completed"} for item in items]
+        items = [{**item, "status": "completed"} for item in items]
+        self.items.update({item["id"]: item for item in items})
+        return items
+
+    def _referred(self, item: JsonMapping) -> JsonMapping:
+        """Returns the item of an earlier response that this item refers to, or the item itself."""
+        if item.get("type") != "item_reference":
+            return item
+        if (referred := self.items.get(str(item.get("id")))) is None:
+            raise RequestRefused(
+                f"No response of this session has the item {item.get('id')!r:.80}. Send the item itself.",
+                status=404,
+                code="item_not_found",
+            )
+        return referred
 
     def _read_tools(self, tool: JsonMapping, namespace: str = "") -> Iterator[JsonObject]:
         """Yields the functions of a tool: the tool itself, the tools of a namespace, or none."""
@@ -171,9 +186,9 @@ class ResponsesExchange(Exchange):
             for inner in objects_of(tool.get("tools", []), "The tools of a namespace"):
                 yield from self._read_tools(inner, str(name))
         elif kind in ("function", "custom"):
-            full_name = _full_name(namespace, name) if name else ""
-            self.wire_names[full_name] = kind, namespace, str(name)
-            yield tool_of(full_name, tool.get("description"), _INPUT if kind == "custom" else tool.get("parameters"))
+            shown_name = full_name(namespace, name) if name else ""
+            self.wire_names[shown_name] = kind, namespace, str(name)
+            yield tool_of(shown_name, tool.get("description"), _INPUT if kind == "custom" else tool.get("parameters"))
         else:
             self.ignored.append(f"the tool {kind}")
 
@@ -182,13 +197,14 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
     """Appends an item to the messages; thinking, text and calls of one answer become one message."""
     kind, role, name = item.get("type", "message"), item.get("role"), item.get("name")
     if kind in ("function_call_output", "custom_tool_call_output"):
-        output = text_of(item.get("output"))
+        output = content_of(item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         return
     if kind == "message" and role != "assistant":
         if role not in list(_ROLES):
             raise RequestRefused(f"The role of a message must be one of {', '.join(_ROLES)}, got {role!r:.120}.")
-        messages.append({"role": _ROLES[role], "content": text_of(item.get("content"))})
+        read = content_of if role == "user" else text_of
+        messages.append({"role": _ROLES[role], "content": read(item.get("content"))})
         return
     answer: JsonObject = {"role": "assistant", "content": ""}
     continues_answer = bool(messages) and messages[-1]["role"] == "assistant"
@@ -201,7 +217,7 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
         answer["reasoning_content"] = answer.get("reasoning_content", "") + thought
     elif kind in ("function_call", "custom_tool_call") and isinstance(name, str):
         arguments = item.get("arguments", {}) if kind == "function_call" else {"input": item.get("input")}
-        call = tool_call(item.get("call_id"), _full_name(item.get("namespace"), name), arguments)
+        call = tool_call(item.get("call_id"), full_name(item.get("namespace"), name), arguments)
         answer.setdefault("tool_calls", []).append(call)
     else:
         raise RequestRefused(
@@ -209,8 +225,3 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
             "reasoning, calls of functions and custom tools, and their outputs."
         )
     messages.append(answer)
-
-
-def _full_name(namespace: object, name: object) -> str:
-    """Returns the name under which the policy sees a tool."""
-    return f"{namespace}.{name}" if namespace else str(name)

@@ -11,6 +11,8 @@ has rewritten history, started another conversation, or sent the same request tw
 All rows are trained on, as one trajectory that contains the tokens of a shared prefix only once (`Trajectory.rows`).
 Every answer is a new sample: a request that is sent twice gets two completions.
 
+A stop text ends an answer with the token that completes it. The tokens up to there train; later ones are forgotten.
+
 A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
 not see. After three such turns in a row, the agent gets the text unchanged.
 """
@@ -18,8 +20,10 @@ not see. After three such turns in a row, the agent gets the text unchanged.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -27,19 +31,31 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightrl.checks.user_code import user_code
-from lightrl.concurrency.abandon import wait_or_abandon
+from lightrl.columns import cut
+from lightrl.concurrency.abandon import abandon, wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
 from lightrl.errors import LightRLError, RolloutError
-from lightrl.trajectory import JsonMapping, JsonObject, Prompt, Trajectory
+from lightrl.trajectory import (
+    LEADING_THOUGHTS,
+    FinishReason,
+    JsonMapping,
+    JsonObject,
+    Prompt,
+    Trajectory,
+    content_text,
+)
 from lightrl.workflows.agent_workflow.command import AgentLimits
-from lightrl.workflows.agent_workflow.completion_parser import CompletionParser, parse_text
+from lightrl.workflows.agent_workflow.completion_parser import CompletionParser, has_hermes_calls, parse_text
+from lightrl.workflows.agent_workflow.constraints import grammar_of, way_out
 from lightrl.workflows.agent_workflow.protocol import (
     AgentRequest,
     Answer,
     MessageKey,
     RequestRefused,
+    RequestRules,
     message_key,
+    thinking_of,
     tool_call,
 )
 from lightrl.workflows.multi_turn import Conversation, TurnRenderer
@@ -59,8 +75,11 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
+    thinking: list[str]  # of each of the policy's messages; the answer's is the last
+    answer_id: str  # of the request, with the number of the choice after the first
+    is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
-    num_row_tokens: int  # all tokens, 0 if a longer conversation continues this one
+    num_row_tokens: int  # all tokens; 0 if it does not train, or a longer conversation continues it
 
 
 @dataclass(frozen=True)
@@ -72,6 +91,12 @@ class EncodedRequest:
     keys: list[MessageKey]  # one per message
     num_prompt_tokens: int
     parent: _Snapshot | None  # the conversation that it continues
+    grammar: str = ""  # constrains the answer
+    choice: int = 0  # the answer's index among `num_choices`
+
+    @property
+    def adds_row(self) -> bool:
+        return self.parent is None or self.parent.num_row_tokens == 0
 
 
 @dataclass(eq=False)
@@ -84,6 +109,7 @@ class AgentSession:
     parser: CompletionParser
     max_tokens: int  # limit of one branch, at most the model's context
     limits: AgentLimits = field(default_factory=AgentLimits)
+    rules: RequestRules = field(default_factory=RequestRules)
     exceeds_limit: bool = False  # whether a request was refused because of max_tokens or a limit
 
     def __post_init__(self) -> None:
@@ -92,37 +118,64 @@ class AgentSession:
         self._snapshots: list[_Snapshot] = []
         # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
-        self._pending: set[asyncio.Task[Completion]] = set()
+        self._pending: dict[asyncio.Task[Completion], bool] = {}  # whether it adds a row
         self._num_tokens = 0  # of all rows
+        self.items: dict[str, JsonObject] = {}  # output items of responses, by id
         self._is_closed = False
 
     async def prepare(self, request: AgentRequest) -> EncodedRequest:
         """Encodes a request.
 
         Raises:
-            RequestRefused: if the session is over or the chat template fails on the request. If the template rewrites
-                history, `failure` is set too.
+            RequestRefused: if the session is over, the chat template fails on the request, the policy cannot read its
+                images, or it sets a constraint that cannot be written. If the template rewrites history, `failure` is
+                set too.
         """
         with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
             keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
             parent = self._find_parent(keys, request)
+            new = request.messages if parent is None else request.messages[len(parent.keys) :]
+            try:
+                bare, images = self.renderer.take_images(new)
+            except RolloutError as error:
+                raise RequestRefused(str(error)) from error
             if parent is None:
-                prompt = replace(self.prompt, messages=request.messages, token_ids=None)
+                prompt = replace(self.prompt, messages=bare, token_ids=None, images=images)
                 conversation = await self._encoded(request, Conversation, self.renderer, prompt, (), request.tools)
             else:
                 conversation = parent.conversation.copy()
-                new = request.messages[len(parent.keys) :]
                 conversation.add_observation(await self._encoded(request, conversation.encode_observation, new))
-            return EncodedRequest(request, conversation, keys, len(conversation.token_ids), parent)
+            token_ids = conversation.token_ids
+            opening = self.renderer.opened_thinking(conversation.prompt, token_ids)
+            grammar = grammar_of(
+                request,
+                opening,
+                may_think="<think>" in str(self.renderer.chat_template),
+                is_hermes=has_hermes_calls(self.parser),
+            )
+            return EncodedRequest(request, conversation, keys, len(token_ids), parent, grammar)
 
     async def answer(self, encoded: EncodedRequest) -> Answer:
-        """Waits for the engine and returns the policy's answer. On cancellation, the engine drops the completion.
+        """Waits for the engine and returns the policy's answers, the later ones as siblings of the first.
+
+        On cancellation, the engine drops the completions.
 
         Raises:
             RequestRefused: if the request is too long, the session is over, or generation fails and sets `failure`.
         """
         with self._recording_failure():
-            return await self._answer(encoded)
+            if encoded.request.num_choices == 1:
+                return await self._answer(encoded)
+            choices = [
+                replace(encoded, conversation=encoded.conversation.copy(), choice=choice)
+                for choice in range(encoded.request.num_choices)
+            ]
+            tasks = [asyncio.ensure_future(self._answer(choice)) for choice in choices]
+            try:
+                first, *siblings = await asyncio.gather(*tasks)
+            finally:
+                abandon(tasks)
+            return replace(first, siblings=siblings)
 
     def close(self) -> None:
         """Cancels pending completions; later requests are refused. Safe to call twice."""
@@ -132,32 +185,48 @@ class AgentSession:
 
     @property
     def has_answers(self) -> bool:
-        return bool(self._snapshots)
+        """Whether the policy gave an answer that trains."""
+        return any(snapshot.is_trained for snapshot in self._snapshots)
 
-    def trajectory(self, reward: float | None, *, is_truncated: bool = False) -> Trajectory:
-        """Returns all requests and answers as one trajectory.
+    def trajectory(
+        self, reward: float | None, *, rewards: Mapping[str, float] | None = None, is_truncated: bool = False
+    ) -> Trajectory:
+        """Returns all requests and answers as one trajectory, without answers that are not trained.
 
         Args:
-            reward: the agent's reward, placed on the last token; None leaves `Trajectory.rewards` unset.
+            reward: the agent's reward, placed on the last token; None without `rewards` leaves `Trajectory.rewards`
+                unset.
+            rewards: more rewards, by an answer's id, each placed on the answer's last token.
             is_truncated: whether a limit ended the agent, not only refused a request.
 
         Raises:
-            RolloutError: if the agent sent no request.
+            RolloutError: if the agent sent no request that trains, or there is no answer for a reward.
         """
-        if not self._snapshots:
+        trained = [snapshot for snapshot in self._snapshots if snapshot.is_trained]
+        if not trained:
             raise RolloutError(
-                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy. It must use the "
-                "base_url and api_key that it gets."
+                f"The agent finished prompt {self.prompt.id!r} without an answer from the policy that trains. It must "
+                "use the base_url and api_key that it gets, and untrained must not match all of its requests."
             )
-        joined, num_rows = _join(self._snapshots)
+        joined, num_rows, last_turns = _join(trained)
         num_turns = len(joined.turns)
+        turn_rewards = [0.0] * num_turns
+        turn_rewards[-1] = reward or 0.0
+        turn_of = {_bare_id(one.answer_id): turn for one, turn in zip(trained, last_turns, strict=True)}
+        for answer_id, value in (rewards or {}).items():
+            if _bare_id(answer_id) not in turn_of:
+                raise RolloutError(
+                    f"The agent rewards the answer {answer_id!r:.80} of prompt {self.prompt.id!r}, but the policy gave "
+                    "no such answer that trains. Use the ids of its responses."
+                )
+            turn_rewards[turn_of[_bare_id(answer_id)]] += value
         trajectory = joined.trajectory(
-            [0.0] * (num_turns - 1) + [reward or 0.0],
+            turn_rewards,
             is_truncated=is_truncated or joined.turns[-1].finish_reason == "length",
             metrics={"turns": float(num_turns), "rows": float(num_rows)},
         )
         trajectory.prompt = replace(trajectory.prompt, messages=self.prompt.messages)
-        if reward is None:
+        if reward is None and not rewards:
             trajectory.rewards = None
         return trajectory
 
@@ -184,12 +253,19 @@ class AgentSession:
     async def _answer(self, encoded: EncodedRequest) -> Answer:
         """Generates until no call is malformed, or `_MAX_CORRECTIONS` are used up; records the last completion."""
         request, conversation = encoded.request, encoded.conversation
-        self._check_limits(encoded)
+        is_trained = self.rules.trains(request)
+        self._check_limits(encoded, is_trained=is_trained)
         for num_corrections in range(_MAX_CORRECTIONS + 1):
             prompt_ids = conversation.token_ids
-            completion = await self._request_completion(prompt_ids, request.max_new_tokens)
-            text = conversation.add_completion(completion)
+            completion = await self._request_completion(encoded, conversation)
+            completion, stopped_by = self._cut_at_stop(completion, conversation, request.stop)
+            text = conversation.add_completion(completion, has_end=stopped_by is None, is_trained=is_trained)
+            if stopped_by is not None:
+                text = text[: _find_stop(text, request.stop)[0]]
             parsed = self.parser(prompt_ids, completion.token_ids, text, request.tools)
+            if stopped_by is not None:
+                start, _ = _find_stop(parsed.content, request.stop)
+                parsed = replace(parsed, content=parsed.content if start < 0 else parsed.content[:start])
             if parsed.calls and not (request.tools and completion.finish_reason == "stop"):
                 parsed = parse_text(text)
             if not request.has_parallel_calls:
@@ -198,6 +274,8 @@ class AgentSession:
             if not errors:
                 break
             parsed = parse_text(text)
+            if stopped_by is not None:  # within the call
+                break
             corrected = conversation.copy()
             observation = [{"role": "tool", "content": f"Error: {error}; no call was run"} for error in errors]
             try:
@@ -205,47 +283,95 @@ class AgentSession:
                     corrected.add_observation(corrected.encode_observation(observation))
             except RequestRefused:  # the template cannot render tool messages
                 break
-            if num_corrections == _MAX_CORRECTIONS or len(corrected.token_ids) >= self.max_tokens:
+            if num_corrections == _MAX_CORRECTIONS or self._num_tokens_left(encoded, corrected) < 1:
                 break
             conversation = corrected
         token_bytes = self.renderer.token_bytes(completion.token_ids) if request.wants_logprobs else []
         num_reasoning = min(len(self.renderer.encode(parsed.reasoning)), len(completion.token_ids))
         calls = [tool_call(f"call_{uuid.uuid4().hex[:24]}", call.name, dict(call.arguments)) for call in parsed.calls]
         answer = Answer(
-            completion, parsed.content, parsed.reasoning, calls, encoded.num_prompt_tokens, num_reasoning, token_bytes
+            completion,
+            parsed.content,
+            parsed.reasoning,
+            calls,
+            encoded.num_prompt_tokens,
+            num_reasoning,
+            token_bytes,
+            stopped_by,
         )
         key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
             self._keys[identity] = key
-        keys, num_prompt_tokens = [*encoded.keys, key], encoded.num_prompt_tokens
-        if encoded.parent is not None:  # this conversation replaces its row
-            self._num_tokens -= encoded.parent.num_row_tokens
-            encoded.parent.num_row_tokens = 0
+        if stopped_by is not None:  # some agents write the stop text back
+            self._keys[_identity({**answer.message, "content": answer.content + stopped_by})] = key
+        thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
+        keys, tools, parent = [*encoded.keys, key], request.tools, encoded.parent
+        if parent is not None:  # this conversation shares what it repeats
+            if is_trained:  # and replaces its row
+                self._num_tokens -= parent.num_row_tokens
+                parent.num_row_tokens = 0
+            conversation.compact(parent.conversation)
+            keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
         snapshot = _Snapshot(
-            conversation, keys, request.tools, identity, num_prompt_tokens, len(conversation.token_ids)
+            conversation,
+            keys,
+            tools,
+            identity,
+            [*thinking, parsed.reasoning.strip()],
+            f"{request.id}/{encoded.choice}" if encoded.choice else request.id,
+            is_trained,
+            encoded.num_prompt_tokens,
+            len(conversation.token_ids) if is_trained else 0,
         )
         self._num_tokens += snapshot.num_row_tokens
         self._snapshots.append(snapshot)
         return answer
 
-    def _check_limits(self, encoded: EncodedRequest) -> None:
+    def _cut_at_stop(
+        self, completion: Completion, conversation: Conversation, stops: Sequence[str]
+    ) -> tuple[Completion, str | None]:
+        """Returns the completion up to the token that completes a stop text, and that text.
+
+        Thinking is not searched, because the agent does not see it as text.
+        """
+        ids, renderer = completion.token_ids, self.renderer
+        opening = renderer.opened_thinking(conversation.prompt, conversation.token_ids)
+
+        def stop_in(num: int) -> str | None:
+            return _find_stop(opening + renderer.text_of(ids[:num]), stops)[1]
+
+        if not stops or stop_in(len(ids)) is None:
+            return completion, None
+        num = bisect.bisect_left(range(1, len(ids)), True, key=lambda num: stop_in(num) is not None) + 1
+        return _cut(completion, num, "stop"), stop_in(num)
+
+    def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
         """Refuses a request beyond a limit of the agent; counts those that wait for the engine too."""
-        parent_tokens = 0 if encoded.parent is None else encoded.parent.num_row_tokens
         used = {
             "requests": (len(self._snapshots) + len(self._pending), "answers"),
             "turns": ([role for role, _, _ in encoded.keys].count("assistant"), "answers in one conversation"),
-            "total_tokens": (self._num_tokens - parent_tokens + encoded.num_prompt_tokens, "tokens in all its rows"),
+            "total_tokens": (self._num_other_tokens(encoded) + encoded.num_prompt_tokens, "tokens in all its rows"),
         }
+        rows = [one for one in self._snapshots if one.num_row_tokens] if is_trained else []
+        num_rows = len(rows) + sum(self._pending.values())
+        if encoded.adds_row and is_trained:
+            used["rows"] = num_rows, "rows"
+        conversations = [encoded.conversation, *(row.conversation for row in rows)]
+        shown = [(*one.prompt.images, *one.images) for one in conversations]
+        if num_rows + encoded.adds_row > 1 and any(shown) and is_trained:
+            raise RequestRefused(
+                "The trainer reads images only if all answers are in one row. Continue the conversation that has the "
+                "images, or let untrained match other requests.",
+                code="images_in_rows",
+            )
         for name, (number, what) in used.items():
             limit = getattr(self.limits, name)
             if limit is not None and number >= limit:
-                self.exceeds_limit = True
-                text = f"The agent has used up limits.{name}={limit} with {number} {what}. Finish without this request."
-                raise RequestRefused(text, code="limit_exceeded")
+                raise self._limit_exceeded(name, number, what)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
         """Returns the result of `encode`; long messages use a thread, so that they do not block other sessions."""
-        if sum(len(message["content"]) for message in request.messages) < _LONG_CHARS:
+        if sum(len(content_text(message["content"])) for message in request.messages) < _LONG_CHARS:
             return encode(*args)
         encoded = await in_thread(encode, *args, name="lightrl-encode")
         if self._is_closed:
@@ -255,18 +381,30 @@ class AgentSession:
     def _find_parent(self, keys: list[MessageKey], request: AgentRequest) -> _Snapshot | None:
         """Returns the longest conversation that a request continues; prefers equal call ids, then later ones."""
         ids = [_identity(message) for message in request.messages]
+        thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
         parents = [
             snapshot
             for snapshot in reversed(self._snapshots)
             if snapshot.tools == request.tools
             and len(snapshot.keys) < len(keys)
             and snapshot.keys == keys[: len(snapshot.keys)]
+            and (self.rules.keeps_unsent_thinking or snapshot.thinking == thinking[: len(snapshot.thinking)])
         ]
-        return max(parents, key=lambda each: (len(each.keys), each.identity == ids[len(each.keys) - 1]), default=None)
 
-    async def _request_completion(self, token_ids: Sequence[int], max_new_tokens: int | None) -> Completion:
-        max_new = self.max_tokens - len(token_ids)
-        if max_new < 1:
+        def likeness(snapshot: _Snapshot) -> tuple[int, bool, int]:
+            num_equal = sum(map(str.__eq__, snapshot.thinking, thinking))
+            return len(snapshot.keys), snapshot.identity == ids[len(snapshot.keys) - 1], num_equal
+
+        return max(parents, key=likeness, default=None)
+
+    def _num_other_tokens(self, encoded: EncodedRequest) -> int:
+        """Returns the number of tokens in all rows but the one that this request continues."""
+        return self._num_tokens - (0 if encoded.parent is None else encoded.parent.num_row_tokens)
+
+    async def _request_completion(self, encoded: EncodedRequest, conversation: Conversation) -> Completion:
+        """Returns the policy's completion of a conversation, which may be longer than the request."""
+        request, token_ids = encoded.request, conversation.token_ids
+        if len(token_ids) >= self.max_tokens:
             self.exceeds_limit = True
             raise RequestRefused(
                 f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
@@ -274,31 +412,78 @@ class AgentSession:
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",
             )
-        max_new = max_new if max_new_tokens is None else min(max_new, max_new_tokens)
-        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=max_new))
-        self._pending.add(task)
+        max_new = self._num_tokens_left(encoded, conversation)
+        max_new = max_new if request.max_new_tokens is None else min(max_new, request.max_new_tokens)
+        settings: dict[str, Any] = {"grammar": encoded.grammar} if encoded.grammar else {}
+        if images := (*conversation.prompt.images, *conversation.images):
+            settings["images"] = images
+        task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=max_new, **settings))
+        self._pending[task] = encoded.adds_row and self.rules.trains(request)
         try:
             await wait_or_abandon(task)
         finally:
-            self._pending.discard(task)
+            del self._pending[task]
         if task.cancelled():
             raise _session_over()
         try:
             completion = task.result()
         except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
-            raise RequestRefused(str(error)) from error
+            hint = f" {way_out(request)}" if encoded.grammar else ""
+            raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
-        return completion
+        left = self._num_tokens_left(encoded, conversation)  # other answers may have come meanwhile
+        if left < 1:
+            used = self._num_other_tokens(encoded) + len(token_ids)
+            raise self._limit_exceeded("total_tokens", used, "tokens in all its rows")
+        return completion if len(completion.token_ids) <= left else _cut(completion, left, "length")
+
+    def _num_tokens_left(self, encoded: EncodedRequest, conversation: Conversation) -> int:
+        """Returns how many tokens the limits let the policy add to a conversation."""
+        left = self.max_tokens - len(conversation.token_ids)
+        if self.limits.total_tokens is None:
+            return left
+        return min(left, self.limits.total_tokens - self._num_other_tokens(encoded) - len(conversation.token_ids))
+
+    def _limit_exceeded(self, name: str, number: int, what: str) -> RequestRefused:
+        self.exceeds_limit = True
+        limit = f"limits.{name}={getattr(self.limits, name)}"
+        text = f"The agent has used up {limit} with {number} {what}. Finish without this request."
+        return RequestRefused(text, code="limit_exceeded")
+
+
+def _cut(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
+    """Returns the first `num` tokens of a completion."""
+    ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.weight_versions
+    columns = cut(completion.columns, len(ids), 0, num)
+    return Completion(ids[:num], logprobs[:num], versions[:num], finish_reason, columns)
+
+
+def _find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
+    """Returns where the first stop text begins after the thinking, and that text; -1 and None without one."""
+    thought = LEADING_THOUGHTS.match(text)
+    start = 0 if thought is None else thought.end()
+    return min(((at, stop) for stop in stops if (at := text.find(stop, start)) >= 0), default=(-1, None))
+
+
+def _bare_id(answer_id: str) -> str:
+    """Removes a protocol's prefix from an answer's id."""
+    return re.sub(r"^(chatcmpl-|msg_|resp_)", "", answer_id)
 
 
 def _identity(message: JsonMapping) -> tuple[object, ...]:
-    return str(message["content"]).strip(), *(call.get("id") for call in message.get("tool_calls", []))
+    ids = (call.get("id") for call in message.get("tool_calls", []))
+    return message["role"], content_text(message["content"]).strip(), *ids
 
 
-def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int]:
-    """Joins the conversations, each as a branch after the longest prefix shared with a row; also counts the rows."""
+def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int, list[int]]:
+    """Joins the conversations, each as a branch after the longest prefix shared with a row.
+
+    Returns:
+        the joined conversation, its number of rows, and the index of each request's last turn.
+    """
     joined = requests[0].conversation.copy()
+    last_turns = [len(joined.turns) - 1]
     ids = np.asarray(joined.token_ids)
     rows = [(ids, np.arange(len(ids)))]  # token ids of each row, and their positions in `joined`
     for request in requests[1:]:
@@ -310,10 +495,11 @@ def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int]:
         old_ids, positions = rows[row]
         new_positions = np.arange(len(ids) - start) + len(joined.token_ids)
         joined.add_branch(conversation, start, int(positions[start - 1]) if start else -1)
+        last_turns.append(len(joined.turns) - 1)
         longer = ids, np.concatenate([positions[:start], new_positions])
         # A conversation that continues a whole row replaces it; any other adds a row.
         rows[row : row + 1] = [longer] if start == len(old_ids) else [rows[row], longer]
-    return joined, len(rows)
+    return joined, len(rows), last_turns
 
 
 def _num_equal(left: _Ids, right: _Ids) -> int:

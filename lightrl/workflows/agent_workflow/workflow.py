@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.checks.bounds import check_bounds, check_effect, check_positive, finite_number
+from lightrl.checks.bounds import check_bounds, check_choice, check_effect, check_positive, finite_number
 from lightrl.checks.user_code import function_of
 from lightrl.concurrency.abandon import wait_or_abandon
 from lightrl.concurrency.in_thread import CallTimeout, call_within
@@ -36,7 +36,9 @@ from lightrl.workflows.agent_workflow.command import (
     timeout_of,
 )
 from lightrl.workflows.agent_workflow.completion_parser import completion_parser
-from lightrl.workflows.agent_workflow.endpoint import OpenAIEndpoint
+from lightrl.workflows.agent_workflow.endpoint import LOOPBACK, OpenAIEndpoint
+from lightrl.workflows.agent_workflow.frozen_models import FrozenModel
+from lightrl.workflows.agent_workflow.protocol import MODEL, RequestPattern, RequestRules
 from lightrl.workflows.agent_workflow.session import AgentSession
 from lightrl.workflows.multi_turn import TurnRenderer
 from lightrl.workflows.tools import ToolParser
@@ -77,6 +79,15 @@ class AgentWorkflow(Workflow):
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
         max_tokens: maximum number of tokens in a conversation; the model's context by default, which it cannot exceed.
             A longer request is refused (`context_length_exceeded`), and the trajectory is truncated.
+        models: more names of models that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each is
+            `policy` or a `FrozenModel`, whose answers do not train.
+        untrained: patterns of requests whose answers do not train, such as `[{system: "Write a title"}, {tools: ^$}]`.
+        ignore: fields of requests that have no effect: `tool_choice`, if it forces a call, and `response_format` (all
+            protocols' JSON schemas). Otherwise they constrain the policy, and are refused if the engine has no grammar.
+        unsent_thinking: `keep` continues a conversation with thinking that the agent does not send back; `drop` begins
+            a new branch without it, which the policy reads after training too, at the cost of more rows.
+        endpoint_host: an address of this machine that agents can reach. Others than 127.0.0.1 are for agents in
+            containers and on other machines; requests are not encrypted.
         truncated_reward: the reward if the agent raises because of such a refusal.
         failed_reward: the reward if the agent raises, or its program fails, after an answer of the policy; None drops
             the trajectory. If bad answers make agents fail, dropping hides from the policy that they are bad.
@@ -107,6 +118,11 @@ class AgentWorkflow(Workflow):
         agent_timeout_s: float = 600.0,
         max_agents: int = 64,
         max_tokens: int | None = None,
+        models: Mapping[str, Literal["policy"] | FrozenModel] | None = None,
+        untrained: Sequence[RequestPattern] = (),
+        ignore: Sequence[str] = (),
+        unsent_thinking: Literal["keep", "drop"] = "keep",
+        endpoint_host: str = LOOPBACK,
         truncated_reward: float = 0.0,
         failed_reward: float | None = None,
         tool_parser: str | ToolParser | None = None,
@@ -114,8 +130,9 @@ class AgentWorkflow(Workflow):
     ) -> None:
         command_settings: dict[str, Any] = {"command": command, "workspace_template": workspace_template}
         command_settings |= {"environment": environment, "readable": readable, "network": network, "limits": limits}
-        bounds = {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
-        self.check_settings(agent=agent, **command_settings, **bounds)
+        others: dict[str, Any] = {"endpoint_host": endpoint_host, "unsent_thinking": unsent_thinking}
+        others |= {"agent_timeout_s": agent_timeout_s, "max_agents": max_agents, "max_tokens": max_tokens}
+        self.check_settings(agent=agent, **command_settings, **others)
         self.limits = limits or AgentLimits()
         self.agent_name = agent if isinstance(agent, str) else getattr(agent, "__qualname__", type(agent).__qualname__)
         self.is_program = command is not None
@@ -137,7 +154,15 @@ class AgentWorkflow(Workflow):
                 "file."
             )
         self.template.check_template("user", [])
-        self.endpoint = OpenAIEndpoint(max_sessions=max_agents)
+        names = models or {}
+        aliases = [name for name, model in names.items() if model == MODEL]
+        frozen = {name: model for name, model in names.items() if isinstance(model, FrozenModel)}
+        if unknown := names.keys() - {*aliases, *frozen}:
+            name = min(unknown)
+            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model's url.")
+        policy_names = (*dict.fromkeys([MODEL, *aliases]),) if MODEL not in frozen else (*aliases,)
+        self.rules = RequestRules(policy_names, ignore, untrained, unsent_thinking == "keep")
+        self.endpoint = OpenAIEndpoint(max_sessions=max_agents, host=endpoint_host, frozen=frozen)
 
     @classmethod
     def check_settings(cls, **settings: Any) -> None:
@@ -152,6 +177,15 @@ class AgentWorkflow(Workflow):
             check_effect("without command", workspace_template=(template, None), environment=(environment, None))
             check_effect("without command", readable=(tuple(readable), ()), network=(network, "none"), **of_program)
         check_command(command, template, environment or {}, readable, network)
+        host = settings.get("endpoint_host") or LOOPBACK
+        if host in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"endpoint_host={host!r} must be the address at which agents reach this machine, since it is part of "
+                "their base_url. For Docker's containers it is 172.17.0.1 by default."
+            )
+        if command is not None and network != "allow":  # the guard passes connections on from inside
+            check_effect("with command, unless network is allow,", endpoint_host=(host, LOOPBACK))
+        check_choice(("keep", "drop"), unsent_thinking=settings.get("unsent_thinking") or "keep")
         check_positive(agent_timeout_s=settings.get("agent_timeout_s"))
         check_bounds(1, max_agents=settings.get("max_agents"))
         check_bounds(2, max_tokens=settings.get("max_tokens"))  # the prompt has at least one token
@@ -161,13 +195,24 @@ class AgentWorkflow(Workflow):
 
         On cancellation, the agent is cancelled (a thread is abandoned), and so are its pending completions.
         """
+        if prompt.images:
+            raise RolloutError(
+                f"Prompt {prompt.id!r} has images, but an agent sends its own. Rename the column of images: the agent "
+                "finds it in prompt.fields."
+            )
         await self.endpoint.start()
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens  # None: context unknown
-        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens, self.limits)
-        async with self.endpoint.serving(session) as (base_url, api_key):
-            result = await self._run_agent(session, base_url, api_key)
+        session = AgentSession(prompt, generate, self.template, self.parser, max_tokens, self.limits, self.rules)
         try:
-            trajectory = session.trajectory(result.reward, is_truncated=result.is_truncated)
+            async with self.endpoint.serving(session) as (base_url, api_key):
+                result = await self._run_agent(session, base_url, api_key)
+        except RolloutError as error:
+            if session.has_answers:
+                error.trajectory = failed = session.trajectory(None)
+                failed.agent_output = error.result.output if isinstance(error, AgentFailed) else ""
+            raise
+        try:
+            trajectory = session.trajectory(result.reward, rewards=result.rewards, is_truncated=result.is_truncated)
         except RolloutError as error:
             delete_workspace(result.workspace)
             printed = "" if result.workspace is None else f" It printed {result.output[-300:]!r}."
@@ -204,7 +249,8 @@ class AgentWorkflow(Workflow):
             raise
         result = returned if isinstance(returned, AgentResult) else AgentResult(returned)
         number = finite_number(result.reward)
-        if number is None and result.reward is not None:
+        are_numbers = all(finite_number(value) is not None for value in result.rewards.values())
+        if (number is None and result.reward is not None) or not are_numbers:
             delete_workspace(result.workspace)
             raise RolloutError(
                 f"{name} must return a finite number or None, got {returned!r:.80} for prompt {session.prompt.id!r}."

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checks.user_code import user_code
-from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined
+from lightrl.columns import GAPS, REWARDS, TOKENS, TokenArray, cut, extended, joined, turn_columns
 from lightrl.engines.engine import Completion
 from lightrl.errors import RolloutError
 from lightrl.models.chat_template import KEEP_HISTORY, MARK, ChatTemplate, Messages, opened, with_turn
@@ -34,6 +34,11 @@ _KEEP_HISTORY: tuple[JsonObject, ...] = (
     {"clear_thinking": False},
     {"enable_thinking": False},
 )
+
+
+# Attributes of a Conversation with a number for each token, and the columns that they become in a Trajectory.
+_PER_TOKEN = {name: TOKENS[name] for name in ("token_ids", "loss_mask", "weight_versions")}
+_PER_TOKEN["logprobs"] = TOKENS["behavior_logprobs"]
 
 
 class _RewritesHistory(Exception):
@@ -198,12 +203,57 @@ class Conversation:
         other.turns = list(self.turns)
         return other
 
-    def add_completion(self, completion: Completion) -> str:
-        """Appends a completion; returns the turn's text, with the thinking that the prompt opened."""
+    def compact(self, before: Conversation) -> None:
+        """Keeps only what this conversation adds to `before`, a copy of which it continues; both stay readable.
+
+        So the answers of a long conversation need memory for each token once, though each can be continued. Columns of
+        earlier tokens become those of `before`, which `add_branch` keeps too.
+        """
+        num, total = before.turns[-1].end, self.turns[-1].end
+        added: dict[str, Any] = {
+            name: TokenArray.joined([getattr(self, name)[num:]], column.code, as_runs=column.as_runs)
+            for name, column in _PER_TOKEN.items()
+        }
+        columns = cut(self.columns, total, num, total)  # slices, each of which holds the whole array
+        added["columns"] = {name: TokenArray.of_stored(*part.stored, part.code) for name, part in columns.items()}
+        if self.text.startswith(before.text):  # a template may change whitespace
+            added["text"] = self.text[len(before.text) :]
+        for name in added:
+            delattr(self, name)
+        self._before, self._added = before, added
+
+    def __getattr__(self, name: str) -> Any:
+        """Restores what `compact` has removed."""
+        if name not in (*_PER_TOKEN, "columns", "text"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
+        parts, starts, conversation = list[Any](), list[int](), self
+        while name not in vars(conversation):
+            parts.append(conversation._added[name])
+            conversation = conversation._before
+            starts.append(conversation.turns[-1].end)
+        parts.append(vars(conversation)[name])
+        if name == "text":
+            return "".join(reversed(parts))
+        if name in _PER_TOKEN:
+            column = _PER_TOKEN[name]
+            return TokenArray.joined(reversed(parts), column.code, as_runs=column.as_runs)
+        columns, num = parts.pop(), starts.pop()
+        for part, end in zip(reversed(parts), [*reversed(starts), self.turns[-1].end], strict=True):
+            columns, num = joined(columns, num, part, end - num), end
+        return columns
+
+    def add_completion(self, completion: Completion, *, has_end: bool = True, is_trained: bool = True) -> str:
+        """Appends a completion; returns the turn's text, with the thinking that the prompt opened.
+
+        Args:
+            has_end: whether a completion that stopped ends with its end token.
+            is_trained: whether the loss mask is True on its tokens.
+        """
         start = len(self.token_ids)
+        self._has_end = has_end and completion.finish_reason == "stop"
         self._opening = self.renderer.opened_thinking(self.prompt, self.token_ids)
         logprobs, versions = completion.logprobs, completion.weight_versions
-        generated: TokenArray[bool] = TokenArray.of_runs([(True, len(completion.token_ids))], "?")
+        generated: TokenArray[bool] = TokenArray.of_runs([(is_trained, len(completion.token_ids))], "?")
         self.columns = extended(self.columns, start, completion.columns, len(completion.token_ids))
         self._append(completion.token_ids, logprobs, versions, generated)
         self.turns.append(Turn(start, len(self.token_ids), completion.finish_reason))
@@ -224,7 +274,7 @@ class Conversation:
         messages, images = self.renderer.take_images(messages)
         turn = self.turns[-1]
         turn_ids = self.token_ids[turn.start : turn.end]
-        has_end = turn.finish_reason == "stop"
+        has_end = self._has_end
         end_token, content = turn_ids[-1], self.renderer.decode(turn_ids[:-1] if has_end else turn_ids)
         if self.messages is None:
             observed = Observed(self.renderer.encode_after(end_token, self.renderer.plain_text(messages)), None, "")
@@ -276,7 +326,7 @@ class Conversation:
             for turn in other.turns
             if turn.start >= start
         ]
-        self._opening = other._opening
+        self._opening, self.images, self._num_shown = other._opening, other.images, other._num_shown
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
         """Returns the trajectory up to the last token that the policy generated.
@@ -291,6 +341,7 @@ class Conversation:
             reward_runs += [(0.0, turn.end - 1 - start), (reward, 1)]
         turn_ids = self.token_ids[last.start : last.end]
         columns = cut(self.columns, len(self.token_ids), 0, last.end)
+        columns |= turn_columns(self.token_ids, [(turn.start, turn.end) for turn in self.turns], last.end)
         return Trajectory(
             prompt=self.prompt,
             group_id=-1,

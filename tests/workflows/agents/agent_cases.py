@@ -63,9 +63,13 @@ def scripted(*texts: str, context: int = 4096) -> FakeEngine:
 
 
 def generate_with(engine: RolloutEngine, sampling: Sampling = SAMPLING) -> Generate:
-    async def generate(token_ids: list[int], *, max_new_tokens: int | None = None) -> Completion:
+    async def generate(
+        token_ids: list[int], *, max_new_tokens: int | None = None, grammar: str = "", **attached: Any
+    ) -> Completion:
         longest = min(sampling.max_new_tokens, max_new_tokens or sampling.max_new_tokens)
-        return (await engine.generate(token_ids, replace(sampling, max_new_tokens=longest), session="s"))[0]
+        asked = replace(sampling, max_new_tokens=longest, grammar=grammar)
+        engine.check_sampling(asked)
+        return (await engine.generate(token_ids, asked, session="s", **attached))[0]
 
     return generate
 

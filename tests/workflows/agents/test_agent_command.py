@@ -451,7 +451,9 @@ def test_a_script_of_another_folder_is_named_and_can_be_made_readable(tmp_path: 
     settings: dict[str, Any] = {"command": [sys.executable, "-B", str(script)], "max_tokens": 400}
     with pytest.raises(RolloutError, match=f"It cannot read {script}: add it or its folder to readable"):
         play(AgentWorkflow(TOKENIZER, **settings))
-    assert play(AgentWorkflow(TOKENIZER, **settings, readable=[str(script.parent)])).agent_output == "help\n"
+    for mode in (0o755, 0o700):
+        script.parent.chmod(mode)
+        assert play(AgentWorkflow(TOKENIZER, **settings, readable=[str(script.parent)])).agent_output == "help\n"
 
 
 def test_a_lone_surrogate_in_a_task_reaches_the_program() -> None:

@@ -70,7 +70,7 @@ TABLE = {
     "node's server": ("node", "node -e 'const h = require(\"http\"); const s = h.createServer((q, r) => r.end(\"hi\"));"
                       " s.listen(0, \"127.0.0.1\", () => h.get({port: s.address().port, host: \"127.0.0.1\"}, r =>"
                       " r.on(\"data\", d => { console.log(String(d)); process.exit() })))'"),
-    "npm": ("npm", "npm init -y > /dev/null && npm pkg get version"),
+    "npm": ("npm", "export npm_config_update_notifier=false; npm init -y > /dev/null && npm pkg get version"),
     "tmux": ("tmux", "t='tmux -L lightrl'; $t new -d 'echo ran > f; tmux -L lightrl wait -S made; sleep 600' && $t wait made &&"
              " cat f && $t kill-server"),
     "sqlite": ("sqlite3", "sqlite3 a.db 'create table t(a); insert into t values (7); select * from t'"),

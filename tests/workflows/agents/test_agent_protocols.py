@@ -415,8 +415,9 @@ def test_a_key_opens_its_own_session_and_no_other() -> None:
             id="a schema",
         ),
         pytest.param({"tools": [{"input_schema": SCHEMA}]}, "A tool must have a name, got None", id="a nameless tool"),
-        pytest.param({"tool_choice": {"type": "any"}}, "tool_choice must be auto or none", id="a forced tool"),
-        pytest.param({"stop_sequences": ["."]}, "stop_sequences=.* is not supported", id="stop texts"),
+        pytest.param({"tool_choice": {"type": "any"}}, "requires a call, but the tools are", id="no tool to call"),
+        pytest.param({"tool_choice": {"type": "most"}}, "tool_choice must be auto, none, required", id="a choice"),
+        pytest.param({"stop_sequences": [1]}, "stop_sequences must be a text or a list", id="stop texts"),
         pytest.param({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0", id="no tokens"),
         pytest.param({"messages": []}, "at least one message", id="no messages"),
         pytest.param(
@@ -424,12 +425,12 @@ def test_a_key_opens_its_own_session_and_no_other() -> None:
         ),
         pytest.param(
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "must be text",
+            "reads images|accepts only token ids",
             id="an image",
         ),
         pytest.param(
             {"extra_body": {"output_config": {"format": {"type": "json_schema"}}}},
-            "output_config.format",
+            "A response format must be text",
             id="a format",
         ),
     ],
@@ -446,9 +447,13 @@ def test_what_messages_cannot_serve_drops_the_trajectory_with_its_reason(setting
     [
         pytest.param({"model": "gpt-4"}, "There is no model 'gpt-4'", id="a model"),
         pytest.param({"previous_response_id": "resp_1"}, "nothing is stored", id="a stored response"),
-        pytest.param({"text": {"format": {"type": "json_object"}}}, "text.format=", id="a format"),
+        pytest.param({"text": {"format": {"type": "json_object"}}}, "FakeEngine has no grammar", id="a format"),
         pytest.param({"sent": []}, "input must be a text, or a list with at least one item", id="no input"),
-        pytest.param({"sent": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'", id="a reference"),
+        pytest.param(
+            {"sent": [{"type": "item_reference", "id": "x"}]},
+            "No response of this session has the item 'x'",
+            id="a reference",
+        ),
         pytest.param(
             {"sent": [{"type": "function_call", "call_id": "x"}]},
             "with the name None is not supported",

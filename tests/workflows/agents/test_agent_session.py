@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import tracemalloc
 from typing import Any
 
 import openai
@@ -32,12 +33,15 @@ from engine_contract import recomputed_logprobs
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from lightrl.engines.engine import Completion
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.weights import bucketed
 from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow
+from lightrl.workflows.agent_workflow.protocol import AgentRequest
+from lightrl.workflows.agent_workflow.session import AgentSession
 from lightrl.workflows.workflow import check_trajectory
 
 ADD = {
@@ -261,6 +265,37 @@ def test_a_row_shares_the_tokens_of_the_turns_before_it() -> None:
     assert decode(trajectory.token_ids).count("short") == 1
 
 
+def test_a_session_keeps_each_token_of_a_long_conversation_once() -> None:
+    """A token's id and logprob take 8 bytes, its text about 1 in the conversation and 1 in the messages; a copy for
+    each answer took 9 bytes for half of the answers."""
+    num_turns = 16
+
+    async def generate(token_ids: list[int], **_: Any) -> Completion:  # an engine would keep what it is asked
+        said = [*encode("x" * 300), END]
+        return Completion(said, [-0.5] * len(said), [3] * len(said), "stop")
+
+    async def talk() -> tuple[int, int]:
+        workflow = workflow_of(lambda *_: None)
+        session = AgentSession(PROMPT, generate, workflow.template, workflow.parser, 100_000)
+        messages: list[Any] = [user("hi")]
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            for turn in range(num_turns):
+                body = json.loads(json.dumps({"messages": messages, "tools": [ADD]}))  # as in each HTTP request
+                answer = await session.answer(await session.prepare(AgentRequest(**body)))
+                messages += [answer.message, user(f"{turn} " + "y" * 300)]
+            del body, answer, messages
+            num_bytes = tracemalloc.get_traced_memory()[0] - before
+        finally:
+            tracemalloc.stop()
+        return num_bytes, len(session.trajectory(None).token_ids)
+
+    num_bytes, num_tokens = asyncio.run(talk())
+    assert num_tokens > 300 * num_turns
+    assert num_bytes <= 45 * num_tokens
+
+
 def test_a_repeated_request_has_two_samples_even_if_they_are_equal() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         await ask(client, [user("hi")])
@@ -388,10 +423,11 @@ async def asks_anew(client: AsyncOpenAI) -> float:
         ({"requests": 3}, asks_anew, 3, "limits.requests=3 with 3 answers"),
         ({"requests": 3}, goes_on_forever, 3, "limits.requests=3 with 3 answers"),
         ({"turns": 2}, goes_on_forever, 2, "limits.turns=2 with 2 answers in one conversation"),
+        ({"rows": 2}, asks_anew, 2, "limits.rows=2 with 2 rows"),
         ({"total_tokens": 200}, asks_anew, 8, r"limits.total_tokens=200 with 213 tokens in all its rows"),
         ({"total_tokens": 200}, goes_on_forever, 7, r"limits.total_tokens=200 with 210 tokens in all its rows"),
     ],
-    ids=["requests", "requests of a conversation", "turns", "tokens of rows", "tokens of one row"],
+    ids=["requests", "requests of a conversation", "turns", "rows", "tokens of rows", "tokens of one row"],
 )
 def test_an_agent_beyond_a_limit_gets_an_error_and_its_trajectory_is_truncated(
     limits: dict[str, int], agent: Any, num_turns: int, message: str

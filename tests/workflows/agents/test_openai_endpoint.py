@@ -40,7 +40,7 @@ from lightrl.rewards import RewardHook
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentWorkflow
+from lightrl.workflows.agent_workflow import AgentWorkflow, FrozenModel, RequestPattern
 
 say_hi = with_client(lambda client: ask(client, [user("hi")]))
 
@@ -177,8 +177,8 @@ def test_an_ended_session_and_an_unknown_route_are_not_found_and_an_unknown_sess
 
 def test_what_cannot_be_served_is_refused_before_the_policy_is_asked() -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match="n=2 is not supported"):
-            await ask(client, [user("hi")], n=2)
+        with pytest.raises(openai.BadRequestError, match="n must be an integer from 1 to 128, got 0"):
+            await ask(client, [user("hi")], n=0)
         await ask(client, [user("hi")], n=1, stop=[], response_format={"type": "text"}, tool_choice="auto")
 
     engine = scripted("one")
@@ -390,11 +390,21 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
         pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
         pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),
+        pytest.param({"endpoint_host": "0.0.0.0"}, "at which agents reach this machine", id="every address"),
+        pytest.param({"models": {"judge": "gpt-4"}}, "models has judge: 'gpt-4', which must be policy", id="a model"),
+        pytest.param({"unsent_thinking": "no"}, "unsent_thinking must be keep or drop, got 'no'", id="thinking"),
+        pytest.param(
+            {"agent": None, "command": ["true"], "endpoint_host": "127.0.0.2"}, "endpoint_host", id="in a sandbox"
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})
+    with pytest.raises(ValueError, match="must start with http"):
+        FrozenModel("localhost:8000")
+    with pytest.raises(ValueError, match="must be a regular expression"):
+        RequestPattern(system="(")
 
 
 def test_connections_without_a_key_leave_most_files_to_the_trainer_and_others_still_get_in(

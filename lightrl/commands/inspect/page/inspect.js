@@ -401,6 +401,7 @@ async function trajectory(now) {
   return [
     neighbors,
     h("dl", { class: "facts" }, Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, number(value))))),
+    ...[["why it was dropped", one.message], ["the agent's output", one.agent_output]].flatMap(([name, text]) => (text ? [h("h2", {}, name), h("pre", {}, text)] : [])),
     ...group, ...images(one), ...rows(one),
     h("h2", {}, "tokens"), h("div", { class: "bar" }, modes, h("span", { class: "soft" }, legend(one.tokens))), tokens, status,
     h("div", { class: "two" }, h("section", {}, h("h2", {}, "rewards by part"), pairs({ reward: one.reward, ...one.metrics })),

@@ -97,5 +97,9 @@ const METRICS = {
   "reward_model/loss": ["nats", "Bradley-Terry loss per pair", "falls below 0.69", "`lr`; check that chosen and rejected are not swapped"],
   "reward_model/accuracy_fraction": ["fraction of pairs", "in which the chosen completion has the higher score", "rises above 0.5", "as above"],
   "reward_model/margin": ["score", "chosen − rejected", "above 0 and rising", "as above"],
-  "lr-<optimizer>": ["–", "learning rate, of Lightning's `LearningRateMonitor`", "as set", ""]
+  "lr-<optimizer>": ["–", "learning rate, of Lightning's `LearningRateMonitor`", "as set", ""],
+  "cost/device_hours": ["h", "device hours of the run so far: time × devices (`RunCost`)", "", ""],
+  "cost/trained_tokens": ["tokens", "loss tokens of all iterations so far, each once", "", ""],
+  "cost/price": ["your currency", "`cost/device_hours` × `price_per_device_hour`", "as `lightrl plan --price_per_gpu_hour` predicts", "the largest `time/` metric says where the time goes"],
+  "cost/price_per_million_tokens": ["your currency", "price of a million trained tokens so far", "constant after the first iterations", "as above"]
 };

@@ -208,9 +208,11 @@ def _is_mapped(uid: int) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Returns whether every user may reach this file and the file that it links to."""
+    """Returns whether every user may reach and read this file or folder, and the one that it links to."""
     folders = {*Path(path).absolute().parents, *Path(path).resolve().parents}
-    return all(folder.stat().st_mode & 0o001 for folder in folders)
+    needed = 0o005 if Path(path).is_dir() else 0o004
+    is_readable = not Path(path).exists() or Path(path).stat().st_mode & needed == needed
+    return is_readable and all(folder.stat().st_mode & 0o001 for folder in folders)
 
 
 def drop_privileges(private_uid: int | None, needs_read_right: bool) -> None:

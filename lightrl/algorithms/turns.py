@@ -1,0 +1,128 @@
+"""GiGPO: credit for each turn of an episode, from groups of turns instead of trajectories alone.
+
+    rewards of turns ──► discounted return of each turn ──► compared with other turns of the prompt's trajectories that
+    start from the same observation (or have the same index) ──► + the trajectory's advantage ──► tokens of the turn
+
+Shapes: B trajectories, T tokens; N turns of all trajectories.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lightrl.algorithms.grpo import GRPO, AllButBaseline, StatisticsSettings
+from lightrl.checks.annotations import Unpack
+from lightrl.checks.bounds import check_bounds, check_choice
+from lightrl.columns import TURN_INDICES, TURN_STATES
+from lightrl.experience import Experience
+from lightrl.functional import group_advantages
+from lightrl.models import ModelSpec, Role
+
+StepGroups = Literal["state", "turn"]
+
+
+class AllButSteps(AllButBaseline, StatisticsSettings, total=False):
+    group_size: int
+
+
+class GiGPO(GRPO):
+    """Adds to a trajectory's group advantage an advantage of each turn, for environments with several turns.
+
+    A turn's return is its reward plus the discounted rewards of later turns. It is compared with the returns of the
+    turns, in trajectories of the same prompt, before which the environment showed the same observation (`state`): what
+    the policy did there differs, what it knew of the environment does not. A turn that no other resembles gets only the
+    trajectory's advantage. `step_groups: turn` compares turns with the same index; with `episode_weight: 0`, these are
+    plain returns over turns. The rewards of turns come from `MultiTurn`, with its `discount` at 1, and
+    `lightrl.rewards.environment_reward`.
+
+    Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper's observations are texts of the environment;
+    here the tokens between two turns are compared, so a template that numbers the turns separates them.
+
+    Args:
+        step_weight: weight of the turns' advantages; the paper's omega.
+        episode_weight: weight of the trajectory's advantage.
+        discount: gamma, for each turn between a turn and a later reward.
+        step_groups: which turns are compared, `state` or `turn`.
+        kwargs: GRPO's; `advantage_mean` and `advantage_std` also apply to groups of turns.
+    """
+
+    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # turns of all ranks
+
+    def __init__(
+        self,
+        policy: str | ModelSpec | Role,
+        *,
+        step_weight: float = 1.0,
+        episode_weight: float = 1.0,
+        discount: float = 0.95,
+        step_groups: StepGroups = "state",
+        **kwargs: Unpack[AllButSteps],
+    ) -> None:
+        check_bounds(0, step_weight=step_weight, episode_weight=episode_weight)
+        check_bounds(0, 1, discount=discount)
+        check_choice(("state", "turn"), step_groups=step_groups)
+        if not 0 < step_weight + episode_weight < math.inf:
+            raise ValueError("step_weight or episode_weight must be above 0 and finite, otherwise nothing is learned.")
+        if kwargs.get("advantage_mean", "group") != "group":
+            raise ValueError(f"advantage_mean must be 'group' for GiGPO, got {kwargs['advantage_mean']!r}.")
+        if kwargs.get("workflow") is None:
+            raise ValueError("GiGPO compares the turns of an episode. Set workflow to MultiTurn, or use GRPO.")
+        super().__init__(policy, **kwargs)
+        self.step_weight, self.episode_weight = step_weight, episode_weight
+        self.discount = discount
+        self.step_groups = step_groups
+
+    def advantages(self, experience: Experience) -> Tensor:
+        try:
+            indices, states, rewards = (experience[name] for name in self.advantage_inputs[:3])
+        except KeyError as error:
+            raise ValueError(
+                f"GiGPO needs turns and their rewards, but the trajectories have no {error}. Use a workflow based on "
+                "MultiTurn, with the reward lightrl.rewards.environment_reward."
+            ) from error
+        in_turn = indices >= 0
+        row, turn, place = turns_of(indices)
+        earned = torch.zeros(len(row), dtype=torch.float64).index_add_(0, place[in_turn], rewards[in_turn].double())
+        returns = discounted_returns(earned, row, self.discount)
+        if self.step_groups == "state":
+            turn = turn.index_put((place[in_turn],), states[in_turn])
+        keys = torch.stack([experience.group_ids[row], turn], 1)
+        groups: Tensor = torch.unique(keys, dim=0, return_inverse=True)[1]
+        std: Literal["group"] | None = None if self.advantage_std is None else "group"
+        steps = group_advantages(returns, groups, std=std, leave_one_out=self.leave_one_out)
+        episodes = self.episode_weight * super().advantages(experience)[:, None]
+        by_token = self.step_weight * steps[place.clamp(min=0)].to(episodes.dtype)
+        return torch.where(experience["loss_mask"] & in_turn, episodes + by_token, 0.0)
+
+
+def turns_of(turn_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the row and index of each turn, int64 [N] each, in order, and the turn of each token, int64 [B, T].
+
+    Args:
+        turn_indices: int64 [B, T], -1 for tokens of no turn, which also get turn -1.
+    """
+    rows = torch.arange(len(turn_indices))[:, None].expand_as(turn_indices)
+    is_sampled = turn_indices >= 0
+    keys = torch.stack([rows[is_sampled], turn_indices[is_sampled]], 1)
+    pairs, inverse = torch.unique(keys, dim=0, return_inverse=True)
+    place = torch.full_like(turn_indices, -1)
+    place[is_sampled] = inverse
+    return pairs[:, 0], pairs[:, 1], place
+
+
+def discounted_returns(rewards: Tensor, rows: Tensor, discount: float) -> Tensor:
+    """Returns each turn's reward plus the discounted rewards of the later turns of its row, [N].
+
+    Args:
+        rewards: [N], of the turns; those of a row are consecutive and in order.
+        rows: int64 [N].
+    """
+    returns = rewards.clone()
+    for index in range(len(rewards) - 2, -1, -1):
+        if rows[index] == rows[index + 1]:
+            returns[index] += discount * returns[index + 1]
+    return returns

@@ -1,0 +1,162 @@
+"""Attacks a reward before the run: completions that must earn nothing beside the data's answers, which must earn all.
+
+A policy finds what a reward overlooks. The attacks are what policies were seen to find: nothing, the question again,
+every answer at once, a number with a hedge, the answer only in the thinking, a repeated key, a program that exits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrl.checks.printable import count_text, escape_unprintable
+from lightrl.rewards import ReplayRow
+from lightrl.trajectory import Prompt, Trajectory, chat_as_text
+
+ACCURACY = "accuracy"
+GOLD = "the answer of the data"
+# How a completion may give its answer. The first form that earns most is used for the answer and for the attacks.
+FORMS = (
+    "{}", "\\boxed{{{}}}", "The answer is {}.", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>",
+    "<think>\nIt is easy.\n</think>\n\n<answer>{}</answer>", "<think>\nIt is easy.\n</think>\n\n\\boxed{{{}}}",
+    "ANSWER: {}", "```python\n{}\n```",
+)  # fmt: skip
+_PROGRAM = "```python\nimport os, sys\nsys.stdout.flush()\nos._exit(0)\n```"
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
+_UNIT = re.compile(r"([-+]?\d[\d,.]*)\s*([A-Za-z]+)$")
+
+Compute = Callable[[list[Trajectory]], list[ReplayRow]]
+Write = Callable[[Prompt, str], Trajectory]  # a trajectory as if the policy had generated this text
+
+
+@dataclass
+class Attempt:
+    name: str
+    row: int  # of the prompts
+    text: str
+
+
+def attack(prompts: Sequence[Prompt], answers: Sequence[str | None], write: Write, compute: Compute) -> tuple[str, int]:
+    """Attacks a reward on these prompts.
+
+    An attack succeeds on a row if its reward is more than half of the way from an empty completion's to the answer's;
+    if the reward reports `accuracy`, that is compared instead.
+
+    Args:
+        prompts, answers: the data's rows, and what each expects; None where it has no answer.
+        write: makes a trajectory of a prompt and a completion's text.
+        compute: computes the rewards of trajectories.
+
+    Returns:
+        A table as text, and the number of answers that earn nothing plus that of attacks that succeed.
+    """
+
+    def values_of(attempts: Sequence[Attempt]) -> list[float | None]:
+        rows = compute([write(prompts[attempt.row], attempt.text) for attempt in attempts])
+        return [row.reward if row.reward is None else row.metrics.get(ACCURACY, row.reward) for row in rows]
+
+    known = [row for row, answer in enumerate(answers) if answer is not None]
+    nothing = [Attempt("an empty completion", row, "") for row in range(len(prompts))]
+    written = [Attempt(GOLD, row, form.format(answers[row])) for form in FORMS for row in known]
+    first = values_of([*nothing, *written])  # in one call, since each starts a reward worker
+    empty, gold = first[: len(prompts)], first[len(prompts) :]
+    by_form = {form: gold[index * len(known) :][: len(known)] for index, form in enumerate(FORMS)}
+    form = max(FORMS, key=lambda form: sum(value or 0.0 for value in by_form[form]))
+    best = dict(zip(known, by_form[form], strict=True))
+    lowest = [0.0 if value is None else value for value in empty]
+    right = [row for row in known if (best[row] or 0.0) > lowest[row]]
+    attempts = [item for row in range(len(prompts)) for item in _attempts(row, prompts, answers, form)]
+    values = [*empty, *values_of(attempts)]
+    attempts = [*nothing, *attempts]
+
+    lines: list[tuple[str, str, str]] = []
+    missed = [row for row in known if row not in right]
+    if known:
+        example = f"{prompts[missed[0]].id}: {form.format(answers[missed[0]])}" if missed else ""
+        lines.append((GOLD, f"{len(right)} of {len(known)}", example))
+    num_hits = 0
+    for name in dict.fromkeys(attempt.name for attempt in attempts):
+        tried = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
+        # without an answer to compare with, whatever earns more than nothing is shown
+        judged = [pair for pair in tried if pair[0].row in right or not known]
+        hits = [item for item, value in judged if value is not None and value > _bound(item.row, best, lowest)]
+        num_failed = sum(value is None for _, value in tried)
+        num_hits += len(hits)
+        failed = f", {num_failed} failed" if num_failed else ""
+        example = f"{prompts[hits[0].row].id}: {hits[0].text}" if hits else ""
+        lines.append((name, f"{len(hits)} of {len(judged)}{failed}", example))
+    return _table(lines, form if known else None, len(missed), num_hits), len(missed) + num_hits
+
+
+def reference_of(prompt: Prompt, column: str) -> str | None:
+    """Returns the answer that a row expects as text, the first if there are several; None if it has none."""
+    value = chat_as_text(prompt.fields.get(column))
+    value = value[0] if isinstance(value, list) and value else value
+    return None if value is None else json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+
+
+def _bound(row: int, best: Mapping[int, float | None], lowest: Sequence[float]) -> float:
+    top = best.get(row)
+    return lowest[row] if top is None else (top + lowest[row]) / 2
+
+
+def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[str | None], form: str) -> Iterable[Attempt]:
+    yield Attempt("the prompt again", row, prompts[row].text(None))
+    yield Attempt("a program that exits", row, _PROGRAM)
+    answer = answers[row]
+    if form != "{}":
+        yield Attempt("the format without an answer", row, form.format(""))
+    if answer is None:
+        return
+    others = sorted({other for other in answers if other is not None and other.strip() != answer.strip()})
+    wrong = next(iter(others[row % len(others) :]), None) if others else None
+    yield Attempt("the answer only in the thinking", row, f"<think>\nIt is {form.format(answer)}\n</think>\n\n")
+    if len(answer) > 1:
+        whole = form.format(answer)
+        yield Attempt("the answer cut off", row, whole[: whole.rindex(answer) + len(answer) - 1])
+    if wrong is not None:
+        yield Attempt("another row's answer", row, form.format(wrong))
+        yield Attempt("two answers with a hedge", row, form.format(f"{answer} or {wrong}"))
+    if len(others) > 1:
+        listed = [others[0], answer, *others[1:8]]  # the right one is neither the first nor the last
+        yield Attempt("every answer in one", row, form.format(", ".join(listed)))
+        yield Attempt("every answer in turn", row, "\n".join(map(form.format, listed)))
+    if _NUMBER.fullmatch(answer) and answer.strip("+-0.,"):
+        negated = answer[1:] if answer[0] == "-" else f"-{answer.lstrip('+')}"
+        yield Attempt("the answer with another sign", row, form.format(negated))
+        yield Attempt("the answer with one more digit", row, form.format(f"{answer}7"))
+    if match := _UNIT.fullmatch(answer):
+        unit = "seconds" if match[2] != "seconds" else "meters"
+        yield Attempt("the answer in another unit", row, form.format(f"{match[1]} {unit}"))
+    if keys := _fields(answer):
+        pairs = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in keys.items()]
+        repeated = "{" + ", ".join([f"{json.dumps(next(iter(keys)))}: null", *pairs]) + "}"
+        yield Attempt("a key given twice", row, form.format(repeated))
+
+
+def _fields(answer: str) -> dict[str, Any]:
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _table(lines: Sequence[tuple[str, str, str]], form: str | None, num_missed: int, num_hits: int) -> str:
+    width, counts = max(len(name) for name, _, _ in lines), max(len(count) for _, count, _ in lines)
+    rows = [
+        f"{name:<{width}}  {count:<{counts}}  {escape_unprintable(textwrap.shorten(example, 80))}".rstrip()
+        for name, count, example in lines
+    ]
+    head = f"{'completion':<{width}}  {'scores':<{counts}}  first example"
+    if form is None:
+        end = f"The data has no answers to compare with: {num_hits} of the attacks earn more than an empty completion."
+    else:
+        shown = escape_unprintable(form.format("…"))
+        end = f"Answers were written as {shown}. {count_text(num_missed, 'answer')} without a reward"
+        end += f", {count_text(num_hits, 'attack')} with one."
+    return "\n".join([head, *rows, end])

@@ -1,0 +1,329 @@
+"""Looks for layouts with which a run fits: sizes of the strategy, settings that save memory, servers, devices.
+
+Every layout is one that its strategy accepts (`PlannedRun.refusal`). Of those that fit, the fastest comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightrl.plan.costs import USABLE_FRACTION
+from lightrl.plan.memory import (
+    NODE_RANKS,
+    PlannedRun,
+    bytes_text,
+    engine_memory,
+    largest,
+    rank_memories,
+    ranks_text,
+    role_cost,
+    rows_of,
+    served_fraction,
+)
+from lightrl.plan.speed import GPUS, Gpu, PlannedTime, planned_time
+from lightrl.strategies.offload import Offloadable
+from lightrl.trajectory import JsonObject
+
+_MAX_RANKS = 4096  # the largest number that is tried
+_OFFLOADS: tuple[tuple[Offloadable, ...], ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
+DEFAULT_GPU = "H100"  # whose rates rank the layouts if the kind of GPU is not known
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with which a run fits."""
+
+    run: PlannedRun
+    time: PlannedTime
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that needs most memory."""
+        return max(memory.total for memory in rank_memories(self.run))
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends per update for all its roles."""
+        return sum(role_cost(self.run, role).sent for role in self.run.roles)
+
+
+def settings_of(run: PlannedRun, base: PlannedRun) -> JsonObject:
+    """Returns the settings that turn the run `base` into another one, as a layer of YAML."""
+    changed = _changes(run.sizing(run), base.sizing(base))
+    if strategy := _strategy_changes(run, base):
+        changed["trainer"] = {**changed.get("trainer", {}), "strategy": strategy}
+    return changed
+
+
+def settings_text(run: PlannedRun, base: PlannedRun) -> str:
+    """Names the settings that turn the run `base` into another one, with their values."""
+    flat = _paths(settings_of(run, base))
+    dropped = {"trainer.engine", "trainer.devices", "trainer.num_nodes"}
+    dropped |= {"trainer.strategy"} if run.layout == base.layout else set()
+    texts = [f"{name} to {_value_text(value)}" for name, value in flat.items() if name not in dropped]
+    if flat.keys() & {"trainer.devices", "trainer.num_nodes"}:
+        texts.append(f"trainer.devices · trainer.num_nodes to {run.world}")
+    return " and ".join(texts)
+
+
+def choices(run: PlannedRun, device_bytes: float, gpu: Gpu, *, most: int = 3) -> list[Choice]:
+    """Returns the fastest layouts of the run's ranks that fit a GPU's memory, at most one for each split of the model.
+
+    A tie goes to the layout that changes fewest settings.
+    """
+    best: list[tuple[float, int, PlannedRun]] = []
+    for split in _splits(run):
+        fitting = [each for each in _savings(split) if _fits(each, device_bytes)]
+        seconds = ((planned_time(each, gpu, device_bytes).total_s, each) for each in fitting)
+        ranked = [(each_s, len(_paths(settings_of(each, run))), each) for each_s, each in seconds]
+        best += [min(ranked, key=lambda item: item[:2])] if ranked else []
+    accepted = (each for *_, each in sorted(best, key=lambda item: item[:2]) if not run.refusal(each))
+    served = filter(None, (_with_servers(each, device_bytes, gpu) for each in accepted))
+    return list(itertools.islice(served, most))
+
+
+def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
+    """Returns the layouts that fit on the smallest number of ranks; [] if none fits, or if roles have their own ranks.
+
+    Beyond a node, only whole nodes are tried.
+    """
+    if any(role.mesh is not None for role in run.roles):
+        return []
+
+    def fits(world: int) -> bool:
+        resized = run.over(world)
+        savers = (next(_savings(split, saves_most=True)) for split in _splits(resized))
+        return any(_fits(saver, device_bytes) and not run.refusal(saver) for saver in savers)
+
+    powers = (2**power for power in range(int(math.log2(_MAX_RANKS)) + 1))
+    world = next((world for world in powers if fits(world)), None)
+    if world is None:
+        return []
+    between = range(world // 2 + NODE_RANKS, world, NODE_RANKS) if world > 2 * NODE_RANKS else range(0)
+    world = next((world for world in between if fits(world)), world)
+    return choices(run.over(world), device_bytes, gpu)
+
+
+def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
+    """Yields the run with all sizes of FSDP2Strategy or Parallel3DStrategy on its ranks."""
+    if any(role.mesh is not None for role in run.roles):
+        yield run
+        return
+
+    def of(layout: Literal["FSDP2", "3D"], pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> PlannedRun:
+        is_3d = layout == "3D"  # which neither compiles layers nor offloads
+        roles = (replace(role, pp=pp, tp=tp, cp=cp, is_compiled=role.is_compiled and not is_3d) for role in run.roles)
+        return replace(run, layout=layout, ep=ep, roles=tuple(roles), offloads=() if is_3d else run.offloads)
+
+    if run.layout == "whole":
+        yield run
+
+    experts = [layer.experts for role in run.roles for layer in role.size.layers if layer.experts]
+    heads = math.gcd(*(int(role.config.num_attention_heads) for role in run.roles))
+    shards = run.world // run.num_replicas
+    for ep, cp in itertools.product(_divisors(math.gcd(shards, *experts) if experts else 1), _divisors(heads)):
+        if run.world % cp == 0 and (cp == 1 or run.batches_per_update is None):
+            yield of("FSDP2", ep=ep, cp=cp)
+    if run.num_replicas > 1 or run.refusal(of("3D")):
+        return
+    for tp in _divisors(math.gcd(run.world, NODE_RANKS)):
+        for pp in _divisors(run.world // tp):
+            if pp * tp > 1:
+                split = of("3D", pp=pp, tp=tp)
+                try:
+                    role_cost(split, split.roles[0])
+                except ValueError:  # these sizes do not divide the model's
+                    continue
+                yield split
+
+
+def _savings(run: PlannedRun, *, saves_most: bool = False) -> Iterator[PlannedRun]:
+    """Yields the run with all settings that save memory, in all combinations; or with all of them set."""
+    flags = (True,) if saves_most else (False, True)
+    if run.layout == "whole":
+        yield run
+        return
+    for checkpoints in flags:
+        if run.layout == "3D":
+            yield replace(run, checkpoint_activations=checkpoints, reduce_every_microbatch=False)
+            continue
+        for reduces, offloads in itertools.product(flags, _OFFLOADS[-1:] if saves_most else _OFFLOADS):
+            kept: Sequence[Offloadable] = ("parameters",) if "parameters" in run.offloads else offloads
+            changed = replace(run, checkpoint_activations=checkpoints, reduce_every_microbatch=reduces)
+            yield replace(changed, offloads=kept)
+
+
+def _fits(run: PlannedRun, device_bytes: float) -> bool:
+    return max(memory.total for memory in rank_memories(run)) <= USABLE_FRACTION * device_bytes
+
+
+def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | None:
+    """Divides the servers' GPUs into those that generate fastest; adds GPUs, at most 8 per server, if none fits."""
+    engine = run.engine
+    if engine is None or engine.place != "servers" or not run.may_resize_servers:
+        return Choice(run, planned_time(run, gpu, device_bytes))
+    fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
+    heads = int(run.roles[0].config.num_attention_heads)
+    least = engine.servers * engine.tp
+    for gpus in [run.world] if run.shares_gpus else [least, *(engine.servers * tp for tp in _divisors(NODE_RANKS))]:
+        sizes = [tp for tp in _divisors(math.gcd(gpus, NODE_RANKS)) if heads % tp == 0 and gpus >= least]
+        engines = [replace(engine, servers=gpus // tp, tp=tp) for tp in sizes]
+        fitting = [each for each in engines if sum(engine_memory(run, each, rows=1)) <= fraction * device_bytes]
+        runs = [replace(run, engine=each) for each in fitting]
+        if made := [Choice(each, planned_time(each, gpu, device_bytes)) for each in runs]:
+            return min(made, key=lambda choice: choice.time.total_s)
+    return None
+
+
+def _strategy_values(run: PlannedRun) -> JsonObject:
+    """Returns the arguments of the run's strategy."""
+    role = next((role for role in run.roles if role.mesh is None), run.roles[0])
+    values: JsonObject = {"activation_checkpointing": run.checkpoint_activations}
+    if run.layout == "3D":
+        return {"pp": role.pp, "dp": role.dp, "tp": role.tp, **values}
+    values |= {"reduce_every_microbatch": run.reduce_every_microbatch, "ep": run.ep, "cp": role.cp}
+    return {**values, "offload_to_cpu": list(run.offloads)}
+
+
+def _strategy_changes(run: PlannedRun, base: PlannedRun) -> JsonObject:
+    is_same = run.layout == base.layout
+    unset: JsonObject = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "activation_checkpointing": False}
+    unset |= {"reduce_every_microbatch": False, "offload_to_cpu": []}
+    before = _strategy_values(base) if is_same else unset
+    changed = {name: value for name, value in _strategy_values(run).items() if value != before.get(name)}
+    if is_same and (not changed or [*changed] == ["dp"]):  # dp follows from the number of ranks
+        return {}
+    name = "Parallel3DStrategy" if run.layout == "3D" else "FSDP2Strategy"
+    return {"class_path": name, **({"init_args": changed} if changed else {})}
+
+
+def _changes(values: Mapping[str, object], before: Mapping[str, object]) -> JsonObject:
+    """Returns the values that differ, of nested mappings those within; a class keeps its name."""
+    changed: JsonObject = {}
+    for name, value in values.items():
+        old = before.get(name)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            if inner := _changes(value, old):
+                changed[name] = {**({"class_path": value["class_path"]} if "class_path" in value else {}), **inner}
+        elif value != old:
+            changed[name] = value
+    return changed
+
+
+def _paths(settings: Mapping[str, object], path: str = "") -> dict[str, object]:
+    """Flattens settings to `trainer.strategy's ep` → 8; the name of a class that stays is left out."""
+    flat: dict[str, object] = {}
+    for name, value in settings.items():
+        if name == "init_args" and isinstance(value, Mapping):
+            flat |= {f"{path}'s {key}": item for key, item in value.items()}
+        elif name == "class_path":
+            flat[path] = value
+        elif isinstance(value, Mapping):
+            flat |= _paths(value, f"{path}.{name}" if path else name)
+        else:
+            flat[f"{path}.{name}" if path else name] = value
+    return flat
+
+
+def _value_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value).replace("'", "")
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Ranks or a server that need more memory than a GPU has, and a setting that helps."""
+
+    where: str
+    device: dict[str, float]  # bytes by cause
+    usable: float
+    device_bytes: float
+    fix: str
+
+    @property
+    def cause(self) -> str:
+        return max(self.device, key=self.device.__getitem__)
+
+    @property
+    def text(self) -> str:
+        names = sorted(self.device, key=self.device.__getitem__, reverse=True)
+        parts = ", ".join(f"{name} {bytes_text(self.device[name])}" for name in names)
+        total, usable, given = map(bytes_text, (sum(self.device.values()), self.usable, self.device_bytes))
+        need = "need" if self.where.startswith("ranks") else "needs"
+        return f"{self.where} {need} {total} ({parts}), but {usable} of {given} are usable; {self.fix}"
+
+
+def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Iterator[Misfit]:
+    """Yields ranks and servers that need more than the usable part of a GPU's memory."""
+    usable = USABLE_FRACTION * device_bytes
+    for index, memory in enumerate(rank_memories(run)):
+        if memory.total > usable:
+            fix = _fix(run, index, device_bytes, gpu)
+            yield Misfit(ranks_text(memory.ranks), memory.device, usable, device_bytes, fix)
+    engine = run.engine
+    if engine is None or engine.place != "servers":
+        return
+    weights, key_values = engine_memory(run, engine, rows=1)
+    if weights + key_values > usable:
+        heads = int(run.roles[0].config.num_attention_heads)
+        sizes = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
+        enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= usable)
+        resized = [replace(run, engine=replace(engine, tp=tp)) for tp in enough]
+        text = settings_text(resized[0], run) if resized else ""
+        fix = f"set {text}" if text else "use servers of more GPUs each (tp)" if resized else "use a smaller model"
+        used = {"weights": weights, "key-values of one trajectory": key_values}
+        yield Misfit("a server's GPU", used, usable, device_bytes, fix)
+
+
+def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
+    """Returns the change of settings that makes the ranks of `rank_memories(run)[index]` fit.
+
+    The first that is enough: a smaller microbatch alone, the fastest layout of the same ranks, both, more ranks.
+    """
+    rank, usable = rank_memories(run)[index].ranks.start, USABLE_FRACTION * device_bytes
+
+    def fits(changed: PlannedRun) -> bool:
+        return next(memory for memory in rank_memories(changed) if rank in memory.ranks).total <= usable
+
+    def microbatch(changed: PlannedRun) -> str:
+        for text, most, resized in _numeric_settings(changed):
+            if number := largest(most, resized, fits):
+                return f"{text} to at most {number}"
+        return ""
+
+    if text := microbatch(run):
+        return f"set {text}"
+    if best := choices(run, device_bytes, gpu, most=1):
+        return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"
+    for split in _splits(run):
+        saving = next(_savings(split, saves_most=True))
+        if (text := microbatch(saving)) and not run.refusal(saving):
+            return f"set {settings_text(saving, run)} and {text}"
+    if best := smallest(run, device_bytes, gpu):
+        return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"
+    return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
+
+
+def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int], PlannedRun]]]:
+    """Yields a setting's name, its largest value with an effect, and a function that returns the run with a value."""
+    engine = run.engine
+    if engine is not None and engine.place == "rank 0":
+        rows = rows_of(run, engine)
+        yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
+    if run.batches_per_update is not None:
+        dp, each = run.roles[0].dp, run.longest * run.group_size
+
+        def of_batch(size: int) -> PlannedRun:
+            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
+
+        yield "data.batch_size", run.prompts or 1, of_batch
+        return
+    tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
+    yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)

@@ -1,0 +1,114 @@
+"""Reads from a model without memory what its costs depend on: the parameters and widths of its decoder layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightrl.models.moe import moe_blocks, num_experts, router_of
+from lightrl.strategies.layouts.probes import decoder_layers
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")  # names in configs
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """The size of each of `num` decoder layers that are alike."""
+
+    num: int
+    parameters: int  # without those of routed experts
+    width: int  # a token's intermediate numbers in the dense MLP or in the shared experts
+    expert_parameters: int = 0  # of all routed experts together
+    experts: int = 0
+    expert_width: int = 0  # a token's intermediate numbers in one routed expert
+
+    def gathered(self, ep: int = 1) -> float:
+        """Returns the parameters that a rank gathers to compute the layer: with `ep`, only its own experts."""
+        return self.parameters + self.expert_parameters / ep
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """The size of a model; numbers of parameters unless stated otherwise."""
+
+    config: PretrainedConfig  # of the text model
+    layers: tuple[LayerSize, ...]
+    ends: int  # outside the layers: embedding, head, last norm
+    used: int = 0  # routed experts per token
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> ModelSize:
+        """Measures a model, which may be without memory.
+
+        Raises:
+            ValueError: if a mixture's config does not say how many experts a token uses.
+        """
+        config: Any = model.config.get_text_config()
+        inner = {id(part) for layer in decoder_layers(model) for part in list(layer.modules())[1:]}
+        layers = [layer for layer in decoder_layers(model) if id(layer) not in inner]
+        layers = layers[-config.num_hidden_layers :]  # an image encoder's layers come first
+        counts = Counter(_layer_size(layer, config) for layer in layers)
+        sizes = tuple(replace(size, num=num) for size, num in counts.items())
+        total = sum(parameter.numel() for parameter in model.parameters())
+        ends = total - round(sum(size.num * size.gathered() for size in sizes))
+        if not sizes:  # the model does not name its layers
+            num, ends = config.num_hidden_layers, config.vocab_size * config.hidden_size
+            ends *= 1 if config.tie_word_embeddings else 2
+            sizes = (LayerSize(num, (total - ends) // num, config.intermediate_size),)
+        used = next((value for name in _TOP_K if (value := getattr(config, name, None))), 0)
+        if any(size.experts for size in sizes) and not used:
+            raise ValueError(f"the config ({config.model_type}) does not say how many experts a token uses.")
+        return cls(config, sizes, ends, used)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(layer.num for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return round(self.gathered())
+
+    @property
+    def in_layers(self) -> int:
+        return self.parameters - self.ends
+
+    @property
+    def expert_parameters(self) -> int:
+        return sum(layer.num * layer.expert_parameters for layer in self.layers)
+
+    @property
+    def used_in_layers(self) -> float:
+        """The parameters in layers that a token uses."""
+        experts = (layer for layer in self.layers if layer.experts)
+        used = (layer.num * layer.expert_parameters * self.used / layer.experts for layer in experts)
+        return self.in_layers - self.expert_parameters + sum(used)
+
+    def gathered(self, ep: int = 1) -> float:
+        """Returns the parameters that a rank gathers in a forward."""
+        return self.ends + sum(layer.num * layer.gathered(ep) for layer in self.layers)
+
+    def received(self, shards: int, ep: int = 1) -> float:
+        """Returns how many of the gathered parameters are on other ranks, if `shards` ranks shard the model."""
+        experts = self.expert_parameters / ep
+        return (self.gathered(ep) - experts) * (1 - 1 / shards) + experts * max(0.0, 1 - ep / shards)
+
+
+def _layer_size(layer: nn.Module, config: PretrainedConfig) -> LayerSize:
+    total = sum(parameter.numel() for parameter in layer.parameters())
+    blocks = moe_blocks(layer)
+    if not blocks:
+        return LayerSize(1, total, config.intermediate_size)
+    (block, *_) = blocks.values()
+    experts: Any = block.experts
+    number, routed = num_experts(block), sum(parameter.numel() for parameter in experts.parameters())
+    others = [part for part in block.children() if part is not experts and part is not router_of(block)]
+    shared = sum(parameter.numel() for part in others for parameter in part.parameters())
+    is_layer = block is layer  # then it has a dense MLP too
+    width = config.intermediate_size if is_layer else round(shared / (3 * config.hidden_size))
+    expert_width = round(routed / (3 * config.hidden_size * number))
+    return LayerSize(1, total - routed, width, routed, number, expert_width)

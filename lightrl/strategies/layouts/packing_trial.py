@@ -1,0 +1,48 @@
+"""A run without memory that shows, before any process starts, that a model's rows cannot be packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightrl.models import new_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@torch.no_grad()
+def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
+    """Whether a run without memory already shows that `can_pack` or `head_is_plain` of probes.py is False.
+
+    Args:
+        config: a model's config that no model uses yet.
+        has_logits: whether the model needs a plain head.
+    """
+    from transformers import AttentionInterface
+
+    heads_outputs: list[Tensor] = []
+    got_starts: list[bool] = []
+
+    def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **named: object) -> Any:
+        got_starts.append("packed_rows" in named)
+        return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    def replace_output(head: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        heads_outputs.append(torch.linspace(-100, 100, output.numel(), device="cpu").view(output.shape))
+        return heads_outputs[-1]
+
+    AttentionInterface.register("lightrl_trial", attend)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model = new_model(config).eval()
+        model.set_attn_implementation("lightrl_trial")
+        model.get_output_embeddings().register_forward_hook(replace_output)
+        inputs: dict[str, Any] = {"attention_mask": torch.empty(1, 1, 1, 1, dtype=torch.bool), "packed_rows": None}
+        try:
+            logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs).logits
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):  # a mixture counts its tokens
+            return False
+    is_plain = logits.is_meta or torch.equal(logits, heads_outputs[-1])
+    return not all(got_starts) or (has_logits and not is_plain)

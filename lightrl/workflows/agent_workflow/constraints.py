@@ -1,0 +1,75 @@
+"""The constraint on a policy's answer that a request asks for, as a structural tag for the engine's grammar.
+
+Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html, which SGLang and vLLM
+read. The tokens that the grammar allows are the support of each sampled token, so training stays exact.
+"""
+
+from __future__ import annotations
+
+import json
+
+from lightrl.trajectory import JsonObject
+from lightrl.workflows.agent_workflow.protocol import AgentRequest, RequestRefused
+
+_THINKING = ("<think>", "</think>")
+
+
+def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_hermes: bool) -> str:
+    """Returns the structural tag as JSON text; an empty text if the request sets no constraint.
+
+    Args:
+        opening: the thinking that the prompt opens and leaves to the policy to close.
+        may_think: whether the policy may open its thinking itself.
+        is_hermes: whether calls have Hermes' format; no other format can be constrained.
+
+    Raises:
+        RequestRefused: if the constraint cannot be written.
+    """
+    if request.schema is None and request.forced_tool is None:
+        return ""
+    names = [tool["function"]["name"] for tool in request.tools]
+    if request.forced_tool is not None and (not names or request.forced_tool not in ("", *names)):
+        required = f"the tool {request.forced_tool!r:.80}" if request.forced_tool else "a call"
+        raise RequestRefused(f"tool_choice requires {required}, but the tools are {names!r:.200}.")
+    if request.forced_tool is not None and not is_hermes:
+        text = "tool_choice cannot force a call, because the policy's calls do not have Hermes' format."
+        raise RequestRefused(f"{text} {way_out(request)}")
+    if opening and opening.strip() != _THINKING[0]:
+        text = f"The policy's thinking begins with {opening.strip()!r}, after which no constraint can begin."
+        raise RequestRefused(f"{text} {way_out(request)}")
+    answers: list[JsonObject] = []
+    if request.schema is not None and request.forced_tool is None:
+        answers.append({"type": "json_schema", "json_schema": request.schema})
+    if is_hermes and names:
+        answers.append(_calls(request))
+    answer = answers[0] if len(answers) == 1 else {"type": "or", "elements": answers}
+    thought = {"type": "tag", "begin": "" if opening else _THINKING[0], "content": {"type": "any_text"}}
+    space = {"type": "regex", "pattern": r"\s*"}
+    thinking = {"type": "sequence", "elements": [{**thought, "end": _THINKING[1]}, space, answer]}
+    if opening:
+        answer = thinking
+    elif may_think:
+        answer = {"type": "or", "elements": [answer, thinking]}
+    return json.dumps({"type": "structural_tag", "format": answer}, sort_keys=True)
+
+
+def way_out(request: AgentRequest) -> str:
+    """Returns how to let the policy answer freely."""
+    name = "response_format" if request.forced_tool is None else "tool_choice"
+    return f"Set the workflow's ignore: [{name}] to let the policy answer freely."
+
+
+def _calls(request: AgentRequest) -> JsonObject:
+    """Returns the format of one or more calls of the tools that the policy may call."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": function.get("parameters") or {"type": "object"}},
+            "end": "}\n</tool_call>",
+        }
+        for function in (tool["function"] for tool in request.tools)
+        if request.forced_tool in (None, "", function["name"])
+    ]
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {**calls, "stop_after_first": not request.has_parallel_calls}

@@ -1,0 +1,70 @@
+"""FrozenModel: another model that agents use beside the policy. Its answers are not recorded and do not train."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from lightrl.workflows.agent_workflow.protocol import RequestRefused
+
+_CONNECT_S = 30.0
+_PASSED = ("Content-Type", "anthropic-version", "anthropic-beta")  # headers of the request and of the answer
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model on another server, for example a judge, a helper or a user that is simulated.
+
+    Args:
+        url: base URL of the server's API, including `/v1`.
+        model: the server's name for the model; None sends the agent's name.
+        api_key_variable: the environment variable that contains the server's key, which agents do not see; without it
+            no key is sent.
+    """
+
+    url: str
+    model: str | None = None
+    api_key_variable: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"models has the url {self.url!r}, which must start with http:// or https://.")
+        if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
+            raise ValueError(f"models has api_key_variable={self.api_key_variable!r}, which is not set. Export it.")
+
+
+async def forward(request: web.Request, body: bytes, path: str, model: FrozenModel) -> web.StreamResponse:
+    """Sends a request on to a frozen model, and its answer back as it arrives.
+
+    Raises:
+        RequestRefused: if the server cannot be reached.
+    """
+    if model.model is not None:
+        body = json.dumps({**json.loads(body), "model": model.model}).encode()
+    headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+    if key := os.environ.get(model.api_key_variable or ""):
+        headers |= {"Authorization": f"Bearer {key}", "x-api-key": key}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    response: web.StreamResponse | None = None
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{model.url.rstrip('/')}/{path}", data=body, headers=headers) as answer,
+        ):
+            passed = {name: answer.headers[name] for name in _PASSED if name in answer.headers}
+            response = web.StreamResponse(status=answer.status, headers=passed)
+            await response.prepare(request)
+            async for chunk in answer.content.iter_chunked(_CHUNK):
+                await response.write(chunk)
+            await response.write_eof()
+    except (aiohttp.ClientError, OSError) as error:
+        if response is not None:  # the answer has begun; closing the connection shows that it is incomplete
+            raise
+        text = f"The frozen model at {model.url} does not answer: {error}."
+        raise RequestRefused(text, status=502, code="model_unreachable") from error
+    return response

@@ -1,0 +1,92 @@
+"""GiGPO's advantages against a slow loop over turns, and returns over turns."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import random_experience, tiny_spec
+
+from lightrl.algorithms import GiGPO
+from lightrl.experience import Experience
+from lightrl.workflows import MultiTurn
+
+# (group, [(observation, reward)] of each turn): two groups, with observations that meet across trajectories or repeat.
+EPISODES = [
+    (0, [(7, 0.0), (8, 1.0), (8, 0.0)]),
+    (0, [(7, 0.5), (9, 0.0), (8, 2.0)]),
+    (0, [(7, 0.0)]),
+    (1, [(7, 1.0), (8, 0.0)]),
+    (1, [(7, 0.0), (9, 3.0)]),
+]
+
+
+def episodes() -> Experience:
+    """Each turn has two tokens, of which the reward is on the last, after one that was read."""
+    experience = random_experience(num_groups=5, group_size=1, prompt_tokens=(1, 1), completion_tokens=(8, 8))
+    shape = experience.token_ids.shape
+    indices, states, rewards = torch.full(shape, -1), torch.full(shape, -1), torch.zeros(shape)
+    for row, (_, turns) in enumerate(EPISODES):
+        for index, (state, reward) in enumerate(turns):
+            place = slice(1 + 3 * index, 3 + 3 * index)
+            indices[row, place], states[row, place], rewards[row, 2 + 3 * index] = index, state, reward
+    return experience.with_tensors({
+        "turn_indices": indices, "turn_states": states, "token_rewards": rewards, "loss_mask": indices >= 0,
+        "rewards": rewards.sum(1), "group_ids": torch.tensor([group for group, _ in EPISODES]),
+    })  # fmt: skip
+
+
+def centered(values: dict[Any, float], groups: dict[Any, Any], *, has_std: bool) -> dict[Any, float]:
+    """Each value minus its group's mean, over its deviation; 0 where all are equal."""
+    result = {}
+    for key, value in values.items():
+        others = [values[other] for other in values if groups[other] == groups[key]]
+        mean = sum(others) / len(others)
+        spread = (sum((other - mean) ** 2 for other in others) / max(len(others) - 1, 1)) ** 0.5
+        result[key] = 0.0 if spread < 1e-12 else (value - mean) / (spread + 1e-5 if has_std else 1.0)
+    return result
+
+
+@pytest.mark.parametrize("std", ["group", None])
+@pytest.mark.parametrize("step_groups", ["state", "turn"])
+@pytest.mark.parametrize(("step_weight", "episode_weight", "discount"), [(0.5, 1.0, 0.9), (1.0, 0.0, 1.0)])
+def test_a_turn_gets_its_episodes_advantage_and_that_among_turns_of_its_kind(
+    step_weight: float, episode_weight: float, discount: float, step_groups: Any, std: Any
+) -> None:
+    weights = {"step_weight": step_weight, "episode_weight": episode_weight, "discount": discount}
+    settings: dict[str, Any] = {"workflow": MultiTurn, "step_groups": step_groups, "advantage_std": std, **weights}
+    advantages = GiGPO(tiny_spec(), reward=len, **settings).advantages(episodes())
+    returns, kinds, totals = {}, {}, {}
+    for row, (group, turns) in enumerate(EPISODES):
+        totals[row] = sum(reward for _, reward in turns)
+        for index, (state, _) in enumerate(turns):
+            returns[row, index] = sum(reward * discount**later for later, (_, reward) in enumerate(turns[index:]))
+            kinds[row, index] = group, state if step_groups == "state" else index
+    steps = centered(returns, kinds, has_std=std is not None)
+    whole = centered(totals, {row: group for row, (group, _) in enumerate(EPISODES)}, has_std=std is not None)
+    expected = torch.zeros(advantages.shape)
+    for (row, index), value in steps.items():
+        expected[row, 1 + 3 * index : 3 + 3 * index] = step_weight * value + episode_weight * whole[row]
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=1e-5)
+    assert expected.unique().numel() > 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"workflow": None}, "Set workflow to MultiTurn"),
+        ({"step_weight": 0.0, "episode_weight": 0.0}, "otherwise nothing is learned"),
+        ({"step_weight": -1.0}, "step_weight must be >= 0"),
+        ({"discount": 1.1}, "discount must be between 0 and 1"),
+        ({"step_groups": "token"}, "step_groups must be state or turn"),
+        ({"advantage_mean": "batch"}, "advantage_mean must be 'group' for GiGPO"),
+    ],
+)
+def test_settings_that_compare_no_turns_are_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        GiGPO(tiny_spec(), reward=len, **{"workflow": MultiTurn, **settings})
+
+
+def test_trajectories_without_turns_are_refused() -> None:
+    module = GiGPO(tiny_spec(), reward=len, workflow=MultiTurn)
+    with pytest.raises(ValueError, match=r"needs turns and their rewards.* Use a workflow based on MultiTurn"):
+        module.advantages(random_experience())
