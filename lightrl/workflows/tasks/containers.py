@@ -22,7 +22,7 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, STDOUT
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from lightrl.concurrency.owner import may_run, own_mark
 from lightrl.rewards.sandbox import RELAY_COMMAND, SYSTEM_PATHS
@@ -175,7 +175,8 @@ class Docker(Runtime):
     async def _copy_in(self, name: str, machine: Machine, request: Json) -> None:
         if machine.agent_workspace is not None:
             workdir = machine.task.workdir
-            before = (await self._do(self.execute(name, "ls", "-1A", workdir))).decode(errors="replace").splitlines()
+            paths = (await self._do(self.execute(name, "find", ".", cwd=workdir))).decode(errors="replace")
+            before = {path.removeprefix("./") for path in paths.splitlines()}
             await self._do(self.execute(name, "rm", "-rf", workdir))
             with (Path(machine.agent_workspace).parent / "workdir.tar").open("rb") as file:
                 await self._do(self.copy_in(name, str(Path(workdir).parent)), file)
@@ -188,10 +189,14 @@ class Docker(Runtime):
     async def _copy_out(self, name: str, path: str, request: Json) -> None:
         """Copies a path to workdir.tar, for the tests, and to `work`, without links that lead out of it."""
         folder, max_mib = Path(request["folder"]), request["limits"]["disk_mib"] or 1024
+        bounded = ["/bin/sh", "-c", f'ulimit -f {max_mib << 11}; exec "$@"', "sh"]  # in units of 512 bytes
         with (folder / "workdir.tar").open("wb") as file:
-            await self._do(self.copy_out(name, path), to=file)
-            if file.tell() > max_mib << 20:
-                raise OSError(f"{path} has {file.tell() >> 20} MiB, more than limits.disk_mib ({max_mib})")
+            try:
+                await self._do([*bounded, *self.copy_out(name, path)], to=file)
+            except OSError as error:
+                if file.tell() < max_mib << 20:
+                    raise
+                raise OSError(f"{path} has more than limits.disk_mib ({max_mib} MiB)") from error
         await asyncio.to_thread(_unpack, folder / "workdir.tar", folder / "work" / Path(path.strip("/")).parent)
 
     async def _relay(self, name: str, port: int) -> contextlib.AbstractContextManager[object]:
@@ -213,13 +218,13 @@ class Docker(Runtime):
         """Runs the program; returns its exit code, None after the deadline, and the end of its output."""
         variables = {name: value for name, value in request["environment"].items() if not _is_own_path(name, value)}
         command = self.execute(name, *request["command"], cwd=machine.task.workdir, variables=list(variables))
-        # Files, not pipes: a process that the program leaves behind keeps its output open. The values of variables are
-        # not in the arguments, which all users can read.
-        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
+        # The values of variables are not in the arguments, which all users can read.
+        with tempfile.TemporaryFile() as stdin, _Tail(request["limits"]["output_kib"] << 10) as output:
             stdin.write(request["stdin"].encode(errors="surrogatepass"))
             stdin.seek(0)
+            environment = {**os.environ, **self.passed(variables)}
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=stdin, stdout=output, stderr=STDOUT, env={**os.environ, **self.passed(variables)}
+                *command, stdin=stdin, stdout=output.writing, stderr=STDOUT, env=environment
             )
             code: int | None = None
             try:
@@ -229,8 +234,37 @@ class Docker(Runtime):
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-            output.seek(max(0, os.fstat(output.fileno()).st_size - (request["limits"]["output_kib"] << 10)))
-            return code, output.read().decode(errors="replace")
+            output.read()
+            return code, output.data.decode(errors="replace")
+
+
+class _Tail:
+    """A pipe that keeps the end of what is written; its reader need not wait until all writers have closed it.
+
+    A process that a program leaves behind keeps the program's output open.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.data = bytearray()
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.reading, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.reading, self.read)
+
+    def read(self) -> None:
+        """Reads what a pipe holds at most."""
+        with contextlib.suppress(BlockingIOError):
+            self.data += os.read(self.reading, 1 << 16)
+            del self.data[: -self.max_bytes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.remove_reader(self.reading)
+        os.close(self.reading)
+        os.close(self.writing)
 
 
 class Podman(Docker):

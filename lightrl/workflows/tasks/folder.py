@@ -75,7 +75,8 @@ class Task:
     @property
     def image(self) -> str | None:
         """The name of a ready image, instead of a Dockerfile."""
-        return self._value("environment", "docker_image", str)
+        name: str | None = self._value("environment", "docker_image", str)
+        return name
 
     @functools.cached_property
     def digest(self) -> str:
@@ -131,7 +132,7 @@ class Task:
         return {name: value for name, value in values.items() if value}
 
     def _section(self, *names: str) -> JsonObject:
-        section: Any = self.config
+        section = self.config
         for name in names:
             section = section.get(name, {})
             if not isinstance(section, dict):

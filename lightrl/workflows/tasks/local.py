@@ -15,14 +15,13 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentCommand, AgentFailed, AgentLimits, run_under_guard
+from lightrl.workflows.agent_workflow import AgentCommand, AgentFailed, AgentLimits, AgentResult, run_under_guard
 from lightrl.workflows.tasks.folder import Task
-from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, Runtime, cache_folder
+from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, Runtime, cache_folder, paths_in
 
 _IGNORED = (
     "LABEL",
@@ -100,9 +99,9 @@ class LocalRuntime(Runtime):
     async def run(self, machine: Machine, request: Json) -> Json:
         before = Path(machine.agent_workspace or machine.image)
         workdir = machine.task.workdir.strip("/")
-        for name in machine.removed({entry.name for entry in Path(machine.image, workdir).iterdir()}):
+        for name in machine.removed(paths_in(Path(machine.image, workdir))):
             entry = before / workdir / name
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory() as empty:
             Path(empty).chmod(0o755)
             Path(empty, "logs", "verifier").mkdir(parents=True)
@@ -180,7 +179,7 @@ def _built(task: Task) -> str:
     return result.workspace
 
 
-async def _build(task: Task) -> Any:
+async def _build(task: Task) -> AgentResult:
     with tempfile.TemporaryDirectory() as empty:
         Path(empty).chmod(0o755)
         Path(empty, "logs").mkdir()
@@ -193,6 +192,7 @@ async def _build(task: Task) -> Any:
         async def start(request: Json, _: Prompt) -> Json:
             return await run_under_guard({**request, "root": root, "cwd": "/"})
 
-        settings = (None, {}, (), "none", AgentLimits(), task.timeout_s("environment"), str)
-        command = AgentCommand(["bash", "-c", _script(task)], *settings, start=start)
+        timeout_s = task.timeout_s("environment")
+        words = ["bash", "-c", _script(task)]
+        command = AgentCommand(words, None, {}, (), "none", AgentLimits(), timeout_s, str, start=start)
         return await command.run(Prompt("build", messages=[]), f"http://127.0.0.1:{NO_ENDPOINT}/v1", "")

@@ -31,9 +31,7 @@ class Machine:
     image: str  # what `build` returned
     copies: Sequence[tuple[str, str]] = ()  # (folder on this machine, its path in the environment)
     agent_workspace: str | None = None  # for tests: the folder that the agent's run left, which replaces the workdir
-    removed: Callable[[Collection[str]], list[str]] = (
-        lambda _: []
-    )  # entries of the environment's workdir → names to remove
+    removed: Callable[[Collection[str]], list[str]] = lambda _: []  # paths in the environment's workdir → to remove
     returned: Sequence[str] = ()  # paths of the environment that the folder keeps
 
 
@@ -79,6 +77,11 @@ class Runtime(ABC):
         Raises:
             OSError: if it cannot be started.
         """
+
+
+def paths_in(folder: Path) -> set[str]:
+    """Returns the paths of all files and folders below a trusted folder, relative to it."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 def cache_folder() -> Path:

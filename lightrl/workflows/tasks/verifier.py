@@ -29,7 +29,7 @@ from lightrl.workflows.agent_workflow import (
     run_under_guard,
 )
 from lightrl.workflows.tasks.folder import task_of
-from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, runtime_of
+from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, paths_in, runtime_of
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _MAX_REWARD_BYTES = 1 << 20
 _MAX_REPORT_BYTES = 1 << 26
 _NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
 _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
-# What changes how tests run, without being tested: in `verify`, the agent's versions of these do not count.
+# Files that change how tests run, without being tested.
 _OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
 _OF_RUNNERS |= {"sitecustomize.py", "usercustomize.py"}
 # Modules that tests import; `python -m pytest` and `python -c` look for them where they start, in the agent's folder.
@@ -104,8 +104,10 @@ class Verifier:
         """Returns the reward and the metrics of what an agent left in a folder, which may be changed.
 
         Raises:
-            RolloutError: if the tests cannot be started.
+            RolloutError: if the tests cannot be started, or the agent replaced its folder by a link.
         """
+        if Path(workspace).is_symlink() or not Path(workspace).is_dir():
+            raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder by a link or a file.")
         return await (self._reward_of_tests if "task" in prompt.fields else self._reward_of_verify)(prompt, workspace)
 
     async def _machine(self, prompt: Prompt, **settings: Any) -> Machine:
@@ -133,8 +135,10 @@ class Verifier:
         tests = task.folder.resolve() / "tests"
 
         def removed(before: Collection[str]) -> list[str]:
-            folder = Path(prompt.fields["agent_workspace"], task.workdir.strip("/"))
-            return shadowing(folder, before, tests, task.instruction) if folder.is_dir() else []
+            work = Path(prompt.fields["agent_workspace"]).resolve()
+            folder = work / task.workdir.strip("/")
+            is_own = folder.is_dir() and folder.resolve() == folder  # an agent can replace it by a link to elsewhere
+            return misleading(folder, before, tests, task.instruction) if is_own else []
 
         settings: dict[str, Any] = {"agent_workspace": prompt.fields["agent_workspace"], "removed": removed}
         settings |= {"copies": [(str(tests), "/tests")], "returned": ["/logs/verifier"]}
@@ -175,10 +179,7 @@ class Verifier:
                 hidden = row_folder("hidden", self.hidden, prompt.fields)
             except OSError as error:
                 raise RolloutError(f"Prompt {prompt.id!r}: {error}.") from error
-            before = {entry.name for entry in Path(template).iterdir()} if template is not None else set()
-            for name in shadowing(Path(workspace), before):
-                _remove(Path(workspace, name))
-            await asyncio.to_thread(restore_runners, Path(workspace), template and Path(template))
+            await asyncio.to_thread(restore_runners, Path(workspace), Path(template) if template else None)
             if hidden is not None:
                 await asyncio.to_thread(overlay, Path(hidden), Path(workspace))
             tests, is_pytest = self._verify, any(Path(word).name in ("pytest", "py.test") for word in self.verify or ())
@@ -248,36 +249,41 @@ def passed_in(report: bytes) -> tuple[int, int]:
 
 
 def restore_runners(folder: Path, template: Path | None) -> None:
-    """Undoes an agent's changes of files that control a test runner."""
-    for path, folders, names in os.walk(folder):
-        for name in [*folders, *names]:
-            if name in _OF_RUNNERS or name.endswith(".pth"):
-                _remove(Path(path, name))
-        folders[:] = [name for name in folders if name not in _OF_RUNNERS]
-    for path, folders, names in os.walk(template) if template is not None else ():
-        for name in [*folders, *names]:
-            if name in _OF_RUNNERS or name.endswith(".pth"):
-                source = Path(path, name)
-                target = _cleared(folder, source.relative_to(template))
-                (shutil.copytree if source.is_dir() else shutil.copy2)(source, target, symlinks=True)  # type: ignore[call-arg]
-        folders[:] = [name for name in folders if name not in _OF_RUNNERS]
+    """Undoes an agent's changes, in a folder, of what controls a test runner."""
+    before = set() if template is None else paths_in(template)
+    for name in misleading(folder, before):
+        _remove(folder / name)
+    for name in before:
+        if template is not None and _controls_tests(name) and (template / name).is_file():
+            shutil.copy2(template / name, _cleared(folder, Path(name)), follow_symlinks=False)
 
 
-def shadowing(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> list[str]:
-    """Returns an untrusted folder's new entries that Python imports instead of a library of the tests.
+def misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> list[str]:
+    """Returns an untrusted folder's new files that change how tests run, without being tested.
+
+    These are settings of a test runner, and modules that Python imports, where tests start, instead of a library.
 
     Args:
         folder: where tests start.
-        before: names of the entries that it had before the agent.
+        before: the paths that it had before the agent.
         tests: a folder of tests, whose packages count as libraries.
         text: the instruction; a file that it names is part of the work.
     """
     names = {*sys.stdlib_module_names, *_LIBRARIES}
     names |= {path.parent.name for path in tests.rglob("__init__.py")} if tests is not None else set()
-    entries = [entry for entry in folder.iterdir() if entry.name not in before and entry.name not in text]
-    found = [entry for entry in entries if entry.name.partition(".")[0] in names]
-    modules = [each for each in found if each.suffix in (".py", ".pyc", ".so") or (each / "__init__.py").exists()]
-    return [each.name for each in [*modules, *(each for each in found if each.is_symlink() and each not in modules)]]
+
+    def hides(path: Path) -> bool:
+        is_module = path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists() or path.is_symlink()
+        return is_module and path.name.partition(".")[0] in names
+
+    found = [path.name for path in folder.iterdir() if hides(path)]
+    for at, folders, files in os.walk(folder):
+        found += [str(Path(at, name).relative_to(folder)) for name in [*folders, *files] if _controls_tests(name)]
+    return [path for path in dict.fromkeys(found) if path not in before and Path(path).name not in text]
+
+
+def _controls_tests(path: str) -> bool:
+    return Path(path).name in _OF_RUNNERS or path.endswith(".pth")
 
 
 def overlay(source: Path, target: Path) -> None:

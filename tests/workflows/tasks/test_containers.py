@@ -20,8 +20,10 @@ from test_tasks import play, task_in
 from waits import comes_true, until
 
 from lightrl.concurrency.owner import own_mark
+from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import RELAY_COMMAND
 from lightrl.trajectory import Prompt
+from lightrl.workflows.agent_workflow import AgentLimits
 from lightrl.workflows.tasks import Task, Verifier, rows, runtime_of
 
 TEST = """#!/bin/sh
@@ -70,6 +72,18 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     assert "--memory 256" in start
     assert "COLORS=3" not in (state / "calls").read_text()  # all users can read arguments
     assert task.image in pulls[0]
+
+
+def test_what_an_agent_prints_and_leaves_is_bounded(state: Path) -> None:
+    task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
+    (row,) = rows(folder=str(state / "tasks"), runtime="docker")
+    verifier = Verifier(network="allow", limits=AgentLimits(disk_mib=1))
+    (reward, _), output = play(row, "yes | head -c 1000000; echo 42 >answer; echo end", verifier)
+    assert reward == 1
+    assert len(output) == 64 << 10
+    assert output.endswith("y\nend\n")
+    with pytest.raises(RolloutError, match=r"more than limits.disk_mib \(1 MiB\)"):
+        play(row, "head -c 3000000 /dev/zero >big", verifier)
 
 
 def test_a_dockerfile_is_built_once(state: Path) -> None:

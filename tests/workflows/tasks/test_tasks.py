@@ -28,7 +28,9 @@ TEST = """#!/bin/sh
 echo $reward > /logs/verifier/reward.txt
 """
 PYTEST = """#!/bin/bash
-{python} -m pytest -q -p no:cacheprovider /tests/test_answer.py && reward=1 || reward=0
+export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+cp --remove-destination /tests/test_answer.py .
+{python} -m pytest -q -p no:cacheprovider test_answer.py && reward=1 || reward=0
 echo $reward > /logs/verifier/reward.txt
 """
 # The tested program is another process, which cannot change the tests'.
@@ -146,9 +148,13 @@ HOSTILE = {
         echo 'import os; os._exit(0)' | tee conftest.py evil.py""",
     "writes sitecustomize.py": r"""
         at=$(python3 -c 'import site; print(site.getusersitepackages())'); mkdir -p $at
-        for each in . $at; do echo 'import os; os._exit(0)' | tee $each/{site,user}customize.py; done""",
+        for each in . $at; do echo 'import os; os._exit(0)' | tee $each/{site,user}customize.py $each/evil.pth; done""",
+    "links the rewards' folder to its own": """
+        echo 1 >reward.txt; rm -rf "$REAL"/logs; ln -s /app "$REAL"/logs; rm -rf /logs/verifier; ln -s /app /logs/verifier
+        mkdir -p logs; ln -s /app logs/verifier""",
     "ends the tests' process": "echo 'import os; os._exit(0)' >program.py",
     "makes its folder a link to the tests": 'cd /; mv "$REAL"/app "$REAL"/old; ln -s /tests "$REAL"/app',
+    "makes its folder a link to a user's": 'cd /; mv "$REAL"/app "$REAL"/old; ln -s "$OF_USER" "$REAL"/app',
 }  # fmt: skip
 
 
@@ -162,9 +168,13 @@ def hostile_task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 
 
 @pytest.mark.parametrize("agent", HOSTILE.values(), ids=HOSTILE)
-def test_an_agent_that_attacks_the_tests_earns_nothing(agent: str, hostile_task: Task) -> None:
-    (reward, _), output = play_task(hostile_task, f"REAL=$(dirname $HOME)/work\n{agent}")
+def test_an_agent_that_attacks_the_tests_earns_nothing(agent: str, hostile_task: Task, tmp_path: Path) -> None:
+    of_user = [tmp_path / name for name in ("json.py", "conftest.py")]
+    for file in of_user:
+        file.touch()
+    (reward, _), output = play_task(hostile_task, f"REAL=$(dirname $HOME)/work; OF_USER={tmp_path}\n{agent}")
     assert reward == 0, output
+    assert all(file.exists() for file in of_user)
 
 
 def test_the_work_of_an_honest_agent_earns_the_reward(hostile_task: Task) -> None:
@@ -215,18 +225,23 @@ def test_a_command_verifies_a_repository_with_hidden_tests(
 ) -> None:
     template = str(repository / "repos" / "{name}")
     settings: dict[str, Any] = {"template": template, "hidden": str(repository / "hidden" / "{name}")}
-    verifier = Verifier([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"], **settings)
+    words = ["env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    verifier = Verifier([*words, "tests"], **settings)
     outcome, output = play({"name": "sums"}, agent, verifier, template)
     assert outcome == (reward, {"tests_passed_fraction": passed}), output
 
 
-def test_a_row_without_a_task_or_a_hidden_folder_drops_its_trajectory(repository: Path) -> None:
+def test_a_row_without_a_task_or_a_folder_drops_its_trajectory(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="no column `task`"):
         play({}, "true")
     verifier = Verifier(["true"], hidden=f"{repository}/hidden/{{name}}")
     for name in ("missing", "../repos"):
         with pytest.raises(RolloutError, match="hidden="):
             play({"name": name}, "true", verifier)
+    (tmp_path / "work").symlink_to(repository)  # in place of the agent's folder
+    with pytest.raises(RolloutError, match="replaced its folder by a link"):
+        asyncio.run(verifier.reward(Prompt("a", messages=[], fields={"name": "sums"}), str(tmp_path / "work")))
+    assert (repository / "repos" / "sums" / "conftest.py").exists()
 
 
 class Elsewhere(Runtime):
