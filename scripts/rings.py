@@ -83,7 +83,7 @@ LEAVES = {
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
     "agents": Leaf("workflows/agent_workflow", 2814, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
-    "tasks": Leaf("workflows/tasks", 1300, "lightrl.workflows.TaskWorkflow",
+    "tasks": Leaf("workflows/tasks", 1344, "lightrl.workflows.TaskWorkflow",
         "workflows/tasks", "tasks-as-folders.md#tasks-as-folders"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 404, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),

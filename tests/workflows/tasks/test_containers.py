@@ -61,9 +61,7 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     (row, _) = rows(folder=str(state / "tasks"), runtime=runtime)
     pulls = calls(state, "build --force" if runtime == "apptainer" else "pull")
     assert len(pulls) == 1  # both tasks have the same environment
-    agent = (
-        "[ ! -e /tests ] && cat; echo 42 >answer; ln -s /etc/passwd link; (while sleep 1; do echo 1 >answer; done) &"
-    )
+    agent = "[ ! -e /tests ] && cat; echo 42 >answer; ln -s /etc/passwd link; (sleep 1000; echo 1 >answer) &"
     (reward, metrics), output = play(row, agent, Verifier(network="allow"))
     assert (reward, metrics) == (1, {"colors": 3, "tests_without_reward": 0}), output
     assert play(row, "true", Verifier(network="allow"))[0][0] == 0
