@@ -36,6 +36,9 @@ from __future__ import annotations
 
 import importlib
 import sys
+
+if sys.platform == "win32":
+    raise ImportError("lightrl runs on Linux and macOS, not on Windows. Use WSL 2 there.")
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 

@@ -53,6 +53,8 @@ class ModelCall:
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
+    # Rank 0's trajectories → what the model reads of each (OtherPrompts); a call `after` it may add other rows.
+    prompts: Callable[..., Any] | None = field(default=None, compare=False)
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class DataFlowGraph:
         for call in calls:
             for key in call.outputs:
                 other = producers.get(key) or ("the rollout" if key in self.given else None)
-                if other is not None:
+                if other is not None and (call.prompts is None or other not in call.after):
                     raise ValueError(
                         f"Model call {call.name!r} produces {key!r}, which {other!r} already produces. Rename it."
                     )

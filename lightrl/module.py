@@ -36,7 +36,7 @@ from lightrl.rewards.evaluation import Evaluation
 from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.rewards.reward_result import RewardFunction
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
-from lightrl.workflows.workflow import SingleTurn, Workflow
+from lightrl.workflows.workflow import SingleTurn, Workflow, check_workflow
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -239,10 +239,7 @@ class RLModule(TrainedModule):
             check_effect("with lr_decay='constant'", min_lr_ratio=(min_lr_ratio, 0.0))
         if reward_model is None:
             check_effect("without reward_model", reward_model_coef=(reward_model_coef, 1.0))
-        if isinstance(workflow, functools.partial):  # from YAML
-            workflow_class = next((item for item in (workflow.func, *workflow.args) if isinstance(item, type)), None)
-            if workflow_class is not None and issubclass(workflow_class, Workflow):
-                workflow_class.check_settings(**workflow.keywords)
+        check_workflow(workflow)
         has_reward = reward is not None or type(self).reward is not RLModule.reward
         if not has_reward and reward_model is None:
             raise TypeError(

@@ -13,7 +13,7 @@ import shutil
 import signal
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -46,6 +46,7 @@ from lightrl.checks.annotations import Unpack
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.concurrency.owner import hold, let_go
+from lightrl.data import PromptDataModule
 from lightrl.engines import RolloutEngine
 from lightrl.errors import LightRLError, OtherRankFailed
 from lightrl.functional import ImportanceWeights, RewardShaping
@@ -198,6 +199,10 @@ class Trainer(RLTrainer):
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
                 "cpu, or install a torch build that fits the driver (nvidia-smi shows whether there is one)."
             )
+        if not (logger := logging.getLogger("lightrl")).hasHandlers():  # Lightning shows its own lines in the same way
+            logger.addHandler(logging.StreamHandler())
+            logger.setLevel(logger.level or logging.INFO)
+            logger.propagate = False
         check_local(default_root_dir=kwargs.get("default_root_dir"))
         set_device_defaults(kwargs)
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
@@ -225,7 +230,6 @@ class Trainer(RLTrainer):
         self.rollout_loop = RolloutLoop(self)
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
-        self._restoring: object = None  # the checkpoint that a fit restores, until the fit runs
         self._new_folders: list[Path] = []  # created for this run, until it has started
         self._held: list[Path] = []  # locked for this run
         self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
@@ -295,46 +299,50 @@ class Trainer(RLTrainer):
         Raises:
             RuntimeError: if an earlier fit failed while it resumed, so that its checkpoint may be partly restored.
         """
-        if self._restoring is not None:
+        if self.restoring is not None:
             raise RuntimeError(
-                f"This trainer's last fit failed while it resumed from {self._restoring}, so its counters and "
+                f"This trainer's last fit failed while it resumed from {self.restoring}, so its counters and "
                 "callbacks may be those of the checkpoint. Create a new Trainer and new callbacks."
             )
-        is_recorded = any(hasattr(data, "recorded_groups") for data in (*args, *kwargs.values()))
-        with self._checked(model, kwargs, needs_rewards=not is_recorded, is_fit=True):
+        given = (*args, *kwargs.values())
+        is_recorded = any(hasattr(data, "recorded_groups") for data in given)
+        with self._checked(model, given, kwargs, needs_rewards=not is_recorded, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the validation prompts; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the test prompts; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Rolls out the test prompts with rewards, without training on them; the arguments are Lightning's."""
-        with self._checked(model, kwargs):
+        with self._checked(model, (*args, *kwargs.values()), kwargs):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
         self,
         model: L.LightningModule | None,
+        given: Sequence[object],
         kwargs: dict[str, Any],
         *,
         needs_rewards: bool = True,
         is_fit: bool = False,
     ) -> Iterator[None]:
         """Checks, before any model is built, that the trainer fits the module; hides irrelevant warnings meanwhile."""
-        check_exists(kwargs.get("ckpt_path"))
+        if vars(rank_zero_only)["rank"] == 0:  # a rank that failed alone would leave the others waiting for it
+            check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved
         with warnings.catch_warnings():
             ignore_srun_advice()
             if isinstance(module, RLModule):
+                self._stage.tasks = next((data.tasks for data in given if isinstance(data, PromptDataModule)), None)
                 self._stage.check(module, is_fit=is_fit)
                 self._check_callbacks()
                 self._monitors.before_start(self)
@@ -354,8 +362,11 @@ class Trainer(RLTrainer):
             except LightRLError:
                 self._new_folders = []  # logs and traceback explain it
                 raise
-            except SIGTERMException as error:
-                error.code = 128 + signal.SIGTERM  # a supervisor must see that the run did not finish
+            except SystemExit as error:  # a supervisor must see that the run did not finish, and why
+                if isinstance(error, SIGTERMException):
+                    error.code = 128 + signal.SIGTERM
+                elif isinstance(error.__context__, KeyboardInterrupt):  # Lightning exits with 1
+                    error.code = 128 + signal.SIGINT
                 raise
             except torch.OutOfMemoryError as error:
                 raise self.rollout_loop.out_of_memory(error, module) from error
@@ -378,14 +389,14 @@ class Trainer(RLTrainer):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `fit`, `validate`, `test` or `predict`; raises OtherRankFailed if another rank failed first."""
-        self._restoring = None
+        self.restoring = None
         if self.state.fn == TrainerFn.FITTING:
-            self._restoring = kwargs.get("ckpt_path")
+            self.restoring = kwargs.get("ckpt_path")
             self.strategy.optimizers = []  # removes an earlier fit's; without optimizers, settings may still change
         try:
             if self.is_global_zero:
                 self._claim_folders()
-            if self.is_global_zero and (self._restoring or self.state.fn != TrainerFn.FITTING):
+            if self.is_global_zero and (self.restoring or self.state.fn != TrainerFn.FITTING):
                 keep_rows(self.loggers)  # Lightning would delete the rows, which is right only for a new run
             return super()._run(*args, **kwargs)
         except Exception as error:  # another rank's failure can cause any error here
@@ -407,7 +418,7 @@ class Trainer(RLTrainer):
             if (warning := rounding_warning(self.optimizers, self.rollout_loop.ranks.total)) and self.is_global_zero:
                 log.warning("%s", warning)
         if not isinstance(module, RLModule):
-            self._restoring, self._new_folders = None, []
+            self.restoring, self._new_folders = None, []
             return super()._run_stage()
         with contextlib.ExitStack() as stack:
             stack.push(self._note_failure)
@@ -444,7 +455,7 @@ class Trainer(RLTrainer):
                 self.log_every_n_steps = 1
             self._stage.open(module)
         ranks.begin()
-        self._restoring, self._new_folders = None, []
+        self.restoring, self._new_folders = None, []
         with loop.gate.held_back_on_all_ranks(ranks):
             results = super()._run_stage()
         if self.state.fn == TrainerFn.FITTING:
@@ -475,6 +486,7 @@ class Trainer(RLTrainer):
         else:
             with logged_behind_failure():
                 super().save_checkpoint(filepath, weights_only, storage_options)
+                self.saved_at = self.global_step
                 return True
         return False
 
@@ -553,6 +565,11 @@ class Trainer(RLTrainer):
                 self._hold(Path(callback.dirpath), "ModelCheckpoint.dirpath")
             elif not self.loggers:  # the runs' checkpoints have no folder of their own
                 self._hold(Path(self.default_root_dir, "checkpoints"), "checkpoints in trainer.default_root_dir")
+
+        has_own_folder = bool(self.loggers) or self.state.fn != TrainerFn.FITTING or bool(self.fast_dev_run)
+        for writer in () if has_own_folder else self.callbacks:
+            if output := getattr(writer, "run_folder_output", None):
+                self._hold(Path(self.default_root_dir, output), f"{type(writer).__name__} in default_root_dir")
 
     def _is_created(self, log_dir: Path) -> bool:
         """Creates a run's folder; returns False if it exists."""

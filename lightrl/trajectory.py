@@ -57,6 +57,7 @@ class Prompt:
     token_ids: list[int] | None = None  # None until the data module renders the messages
     fields: JsonObject = field(default_factory=dict)  # the row's columns, JSON-able
     images: tuple[str, ...] = ()  # paths or data: URLs
+    source: str | None = None  # label of its data source; selects the source's workflow, reward and group size
 
     def __post_init__(self) -> None:
         if self.messages is None and self.token_ids is None:
@@ -85,7 +86,7 @@ class Prompt:
         return " ".join(map(str, self.token_ids)) if decode is None else decode(self.token_ids)
 
     def to_json(self) -> JsonObject:
-        return {name: value for name, value in vars(self).items() if name != "images" or value}
+        return {name: value for name, value in vars(self).items() if name not in ("images", "source") or value}
 
 
 def content_text(content: object, image: str = "") -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import forked
 import torch
 
+from lightrl.columns import column_of
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience, is_on_host
 
@@ -69,7 +70,8 @@ def gathered_tensors(experience: Experience) -> dict[str, torch.Tensor]:
     for name, value in experience.local.tensors().items():
         if is_on_host(name):  # one byte after another, of all rows
             continue
-        fill = {"weight_versions": -1, "routes": 255}.get(name, 0)  # of what a rank's shorter rows lack
+        column = column_of(name)
+        fill = {"weight_versions": -1}.get(name, 0) if column is None else column.fill  # of what shorter rows lack
         number = value.int() if value.dtype == torch.bool else value
         whole = number.new_zeros(num, *([width, *value.shape[2:]] if value.dim() > 1 else []))
         whole[(rows, slice(value.shape[1])) if value.dim() > 1 else rows] = number - fill

@@ -5,8 +5,9 @@ Shapes: B trajectories, T tokens, the teacher's K most likely tokens at each pos
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +15,19 @@ from torch import Tensor
 from lightrl.algorithms.grpo import GRPO, AllButBaseline
 from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_effect
+from lightrl.checks.user_code import function_of, user_code
 from lightrl.dataflow import ModelCall
+from lightrl.errors import LightRLError, TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import Divergence, check_divergence, kl, rest_mass, topk_divergence
-from lightrl.models import ModelSpec, Outputs, Role
-from lightrl.trajectory import Trajectory
+from lightrl.models import ModelSpec, Outputs, Role, context_tokens
+from lightrl.models.chat_template import ChatTemplate, Messages
+from lightrl.strategies.sharded_experience.other_prompts import SAME, OtherPrompts
+from lightrl.trajectory import Prompt, Trajectory
+
+# Returns what teachers read instead of a trajectory's prompt: the text of a user message, messages, or token ids; None
+# for the policy's own prompt.
+TeacherPrompt = Callable[[Trajectory], "str | Messages | list[int] | None"]
 
 
 class Distillation(GRPO):
@@ -34,16 +43,28 @@ class Distillation(GRPO):
 
     Both models compute logprobs at the same sampling temperature; the teacher must have the policy's tokenizer.
 
+    `teachers` gives each source of the data, or each row, a teacher of its own, which reads only its trajectories. With
+    `teacher_prompt`, teachers read another prompt than the policy, such as the answer, a hint, or feedback on the
+    finished trajectory, and then the policy's tokens. Without any teacher, the policy learns from itself with that
+    prompt, with its weights at the start of the update.
+
     It logs `policy/kl_teacher_nats`, the reverse KL per token estimated from the sampled tokens. With `teacher_topk` it
     also logs `policy/teacher_divergence_nats`, the loss, and `policy/teacher_rest_fraction`, the teacher's probability
     of all tokens outside its top-k; if that is large, increase K.
 
     Source: https://thinkingmachines.ai/blog/on-policy-distillation; MiniLLM, https://arxiv.org/abs/2306.08543; with
-    `teacher_topk`: GKD, https://arxiv.org/abs/2306.13649.
+    `teacher_topk`: GKD, https://arxiv.org/abs/2306.13649; `teacher_prompt`: context distillation,
+    https://arxiv.org/abs/2209.15189, here on the policy's own completions.
 
     Args:
         policy: the student.
-        teacher: the model to imitate; frozen.
+        teacher: the model to imitate; frozen. With `teachers`, the teacher of all other trajectories; None without
+            `teachers` is the policy itself, with `teacher_prompt`.
+        teachers: name → teacher. The name is the label of a data source, or a row's value of `teacher_column`.
+        teacher_column: the column of the data that names a row's teacher; None uses the label of the row's source.
+        teacher_prompt: a function, or its dotted path, that takes a trajectory with its reward and returns what
+            teachers read instead of everything before the policy's first token: a user message's text, messages, token
+            ids, or None for no change. It runs on rank 0. Trajectories of several conversations are refused.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
         jsd_beta: the teacher's share, between 0 and 1, of the mixture with which `jsd` compares both models.
@@ -57,7 +78,10 @@ class Distillation(GRPO):
         self,
         policy: str | ModelSpec | Role,
         *,
-        teacher: str | ModelSpec | Role,
+        teacher: str | ModelSpec | Role | None = None,
+        teachers: Mapping[str, str | ModelSpec | Role] | None = None,
+        teacher_column: str | None = None,
+        teacher_prompt: str | TeacherPrompt | None = None,
         teacher_topk: int | None = None,
         divergence: Divergence = "reverse_kl",
         jsd_beta: float = 0.5,
@@ -78,6 +102,15 @@ class Distillation(GRPO):
                 f"divergence={divergence!r} needs teacher_topk, because sampled tokens alone give reverse_kl. Set "
                 "teacher_topk, for example to 32."
             )
+        if teacher is None and not teachers and teacher_prompt is None:
+            raise ValueError(
+                "Distillation needs a teacher: set teacher or teachers, or teacher_prompt for a policy that learns "
+                "from itself with another prompt."
+            )
+        if not teachers:
+            check_effect("without teachers", teacher_column=(teacher_column, None))
+        if wrong := [name for name in teachers or () if not name.isidentifier()]:
+            raise ValueError(f"The names of teachers must be letters, digits and _, got {wrong[0]!r}. Rename it.")
         if divergence != "jsd":
             check_effect("unless divergence is 'jsd'", jsd_beta=(jsd_beta, 0.5))
         if not reward_coef:
@@ -101,7 +134,10 @@ class Distillation(GRPO):
             )
         if teacher_topk is not None and self.score_centering:
             raise ValueError("score_centering and teacher_topk read different tokens' logprobs. Leave out one of them.")
-        self.teacher_role = Role.of(teacher)
+        roles = {} if teacher is None else {"teacher": Role.of(teacher)}
+        self.teacher_roles = roles | {f"teacher_{name}": Role.of(spec) for name, spec in (teachers or {}).items()}
+        self.teacher_column = teacher_column
+        self.teacher_prompt = None if teacher_prompt is None else function_of(teacher_prompt, "teacher_prompt")
         self.teacher_topk = teacher_topk
         self.divergence = divergence
         self.jsd_beta = jsd_beta
@@ -109,7 +145,7 @@ class Distillation(GRPO):
 
     def configure_model(self) -> None:
         super().configure_model()
-        for role in ("policy", "teacher") if self.teacher_topk else ():
+        for role in ("policy", *self.teacher_roles) if self.teacher_topk else ():
             if not hasattr(self, role):  # its model is on a server
                 continue
             num_ids = getattr(self, role).config.get_text_config().vocab_size
@@ -119,19 +155,101 @@ class Distillation(GRPO):
                     f"{self.teacher_topk}."
                 )
 
+    def setup(self, stage: str) -> None:
+        """Checks that each labeled source has a teacher, and each teacher a source, before a model is built."""
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        names = [name.removeprefix("teacher_") for name in self.teacher_roles if name != "teacher"]
+        if stage != "fit" or not names or self.teacher_column is not None or not hasattr(data, "sources"):
+            return
+        labels = [source.label for source in data.sources["train"]]
+        missing = [] if "teacher" in self.teacher_roles else [label for label in labels if label not in names]
+        if missing or not set(names) <= set(labels):
+            raise ValueError(
+                f"teachers are named {names}, but the train data's sources {labels}. Give each teacher the label of a "
+                "source, and set teacher for sources without one; or name each row's teacher in a teacher_column."
+            )
+
     def reward(self, trajectory: Trajectory) -> object:
         """Returns 0. A function given as `reward=` replaces this hook."""
         return 0.0
 
     def models(self) -> dict[str, Role]:
-        return {**super().models(), "teacher": self.teacher_role}
+        return {**super().models(), **self.teacher_roles}
 
     def model_calls(self) -> list[ModelCall]:
-        teacher = ModelCall("teacher_logprobs", "teacher", "infer", ("token_ids",), ("teacher_logprobs",))
+        outputs: tuple[str, ...] = ("teacher_logprobs",)
         if self.teacher_topk is not None:
-            outputs = (*teacher.outputs, "teacher_topk_ids", "teacher_topk_logprobs")
-            teacher = replace(teacher, outputs=outputs, topk=self.teacher_topk)
-        return [*super().model_calls(), teacher]
+            outputs = (*outputs, "teacher_topk_ids", "teacher_topk_logprobs")
+        # Servers first: rank 0 then has no rows of other teachers' outputs to complete.
+        roles = sorted(self.teacher_roles, key=lambda name: self.teacher_roles[name].spec.url is None) or ["policy"]
+        is_plain = roles == ["teacher"] and self.teacher_prompt is None
+        inputs = ("token_ids",) if self.teacher_prompt is None else ("token_ids", "rewards")
+        teachers: list[ModelCall] = []
+        for role in roles:
+            teachers.append(
+                ModelCall(
+                    "teacher_logprobs" if role in ("teacher", "policy") else f"{role}_logprobs",
+                    role,
+                    "infer",
+                    inputs,
+                    outputs,
+                    after=tuple(call.name for call in teachers),
+                    prompts=None if is_plain else partial(self.prompts_of, role),
+                    topk=self.teacher_topk or 0,
+                )
+            )
+        return [*super().model_calls(), *teachers]
+
+    def prompts_of(self, role: str, trajectories: Sequence[Trajectory]) -> list[list[int] | None]:
+        """Returns the prompt that a teacher reads of each trajectory: token ids, SAME, or None if another teacher does.
+
+        Raises:
+            ValueError: if a trajectory has no teacher, or exceeds the teacher's context with its new prompt.
+            TrainingError: if `teacher_prompt` raises.
+        """
+        spec = self.models()[role].spec
+        longest = None if spec.url is not None else context_tokens(spec.load_config())
+        prompts: list[list[int] | None] = []
+        for item in trajectories:
+            if self._teacher_of(item.prompt) != role:
+                prompts.append(None)
+                continue
+            prompt = SAME if self.teacher_prompt is None else self._other_prompt(item)
+            num = len(prompt) + len(item.token_ids) - OtherPrompts.start_of(item)
+            if prompt and longest is not None and num > longest:
+                raise ValueError(
+                    f"teacher_prompt of prompt {item.prompt.id!r} has {len(prompt)} tokens, which with the policy's "
+                    f"make {num}, but the {role}'s context is {longest}. Shorten it, or lower max_new_tokens."
+                )
+            prompts.append(prompt)
+        return prompts
+
+    def _teacher_of(self, prompt: Prompt) -> str:
+        """Returns the role of the prompt's teacher."""
+        name = prompt.source if self.teacher_column is None else prompt.fields.get(self.teacher_column)
+        if f"teacher_{name}" in self.teacher_roles:
+            return f"teacher_{name}"
+        if self.teacher_roles and "teacher" not in self.teacher_roles:
+            where = "its source's label" if self.teacher_column is None else f"its column {self.teacher_column!r}"
+            raise ValueError(
+                f"Prompt {prompt.id!r} has no teacher: {where} is {name!r}, but teachers are "
+                f"{[*self.teacher_roles]}. Add it, or set teacher, which teaches all others."
+            )
+        return "teacher" if self.teacher_roles else "policy"
+
+    def _other_prompt(self, trajectory: Trajectory) -> list[int]:
+        assert self.teacher_prompt is not None
+        name = f"teacher_prompt on prompt {trajectory.prompt.id!r}"
+        with user_code(lambda error: TrainingError(f"{name} raised {error!r}."), LightRLError):
+            given: Any = self.teacher_prompt(trajectory)
+            messages = [{"role": "user", "content": given}] if isinstance(given, str) else given
+            if not messages or isinstance(messages[0], int):
+                return list(messages or SAME)
+            template = ChatTemplate(self.tokenizer)
+            if template.chat_template is None:
+                return template.encode(template.plain_text(messages))
+            return template.encode(template.render(messages, template.row_arguments(trajectory.prompt)))
 
     def advantages(self, experience: Experience) -> Tensor:
         local = experience.local

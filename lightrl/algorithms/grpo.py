@@ -171,7 +171,7 @@ class GRPO(RLModule):
         # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.
         one = torch.ones(1, 1)
         clipped_ratio_loss(one, one, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-        self._group_advantages(one[0], one[0])
+        self.group_advantages_of(one[0], one[0])
         if overlong_penalty is not None:
             overlong_penalty(0, self.sampling.max_new_tokens)
 
@@ -196,9 +196,10 @@ class GRPO(RLModule):
         return experience.rewards + self.overlong_penalty(experience.loss_token_counts, self.sampling.max_new_tokens)
 
     def advantages(self, experience: Experience) -> Tensor:
-        return self._group_advantages(self.shaped_rewards(experience), experience.group_ids)
+        return self.group_advantages_of(self.shaped_rewards(experience), experience.group_ids)
 
-    def _group_advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+    def group_advantages_of(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """Returns the advantages, [N], of rewards [N] in these groups, [N], with the module's baseline."""
         mean, std = self.advantage_mean, self.advantage_std
         return group_advantages(rewards, group_ids, mean=mean, std=std, leave_one_out=self.leave_one_out)
 

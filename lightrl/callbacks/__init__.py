@@ -9,6 +9,7 @@ Reading order:
     staleness.py        bounds how many versions a trajectory may be behind
     dynamic_sampling.py drops and replaces groups by their rewards; chooses prompts by past success
     rollout_metrics.py  the numbers logged in each iteration; monitors.py finds monitors of unknown metrics
+    self_play.py        older versions as opponents of the policy
     progress.py         the two-line progress bar, the permanent lines, and the list of models
     bottleneck.py       names the part that takes most of the first iterations, and its setting
     trace/              records what each process did when, and where the time went

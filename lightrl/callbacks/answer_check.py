@@ -132,7 +132,7 @@ def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedEx
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
     is_masked = minibatch.num_loss_tokens != int(minibatch.generated_token_counts.sum())
-    return len(minibatch) == num_rows and not is_masked and not selects
+    return len(minibatch) == num_rows and not is_masked and not selects and not settings.group_sizes
 
 
 def _measure(

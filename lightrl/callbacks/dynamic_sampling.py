@@ -81,7 +81,8 @@ class DynamicSampling(RLCallback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit" or not self.group_filter.drop_zero_variance or not isinstance(pl_module, RLModule):
             return
-        if pl_module.group_size < 2:
+        tasks = getattr(getattr(trainer, "datamodule", None), "tasks", None)
+        if min([pl_module.group_size, *(tasks.group_sizes.values() if tasks else ())]) < 2:
             raise ValueError(
                 "DynamicSampling.drop_zero_variance drops every group of group_size=1. Set group_size to 2 or more, or "
                 "drop_zero_variance to false."

@@ -6,6 +6,7 @@ known: after the sanity check, one iteration or the first validation. A metric t
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 from collections.abc import Collection, Iterator
@@ -36,6 +37,7 @@ ALWAYS_LOGGED = frozenset(
     for name in names.split()
 )
 LATER = ("staleness/", "sync/", "time/")  # prefixes of metrics that the first iteration may not log yet
+_NUM_SHOWN = 8  # of the logged metrics, in an error
 _NEAR = 0.85  # difflib's ratio; 1 for equal names
 
 
@@ -100,8 +102,14 @@ def check_monitors(
         is_logged = monitor in logged or monitor.rpartition("/")[0] in upcoming  # val/reward/LABEL
         if monitor.startswith(prefixes) and not (is_logged or monitor.startswith(except_for)):
             hint = did_you_mean(monitor, logged, num=1)
-            names = ", ".join(sorted(other for other in logged if other.startswith(prefixes)))
-            raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} Logged metrics: {names}.")
+            names = sorted(other for other in logged if other.startswith(prefixes))
+            near = names if len(names) <= _NUM_SHOWN else difflib.get_close_matches(monitor, names, _NUM_SHOWN, 0.0)
+            shown = f"Logged metrics: {', '.join(near)}"
+            if len(near) < len(names):
+                shown = (
+                    f"The closest of {len(names)} logged metrics: {', '.join(near)}. docs/reference/metrics.md has all"
+                )
+            raise ValueError(f"{name} monitors {monitor}, which is not logged.{hint} {shown}.")
 
 
 def names_of_validation(metric_names: Collection[str], group_size: int) -> set[str]:

@@ -25,8 +25,8 @@ class PrometheusMetrics(RLCallback):
     """Serves every logged metric at `http://host:port/metrics` while `fit` runs.
 
     `rollout/reward` is `lightrl_rollout_reward{metric="rollout/reward"}`. `lightrl_iteration` is the number of finished
-    iterations and `lightrl_last_iteration_timestamp_seconds` the Unix time at which the last one ended: an alert on its
-    age finds a run that hangs. Rank 0 serves. docs/grafana.json is a dashboard.
+    iterations and `lightrl_last_iteration_timestamp_seconds` the Unix time at which the last one ended, or `fit` began:
+    an alert on its age finds a run that hangs. Rank 0 serves. docs/grafana.json is a dashboard.
 
     Args:
         port: 0 picks a free port; the attribute `url` has it.
@@ -75,6 +75,7 @@ class PrometheusMetrics(RLCallback):
             server.server_close()
 
         self.url, self._close = f"http://{self.host}:{server.server_port}/metrics", close
+        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # an alert on its age finds any hang
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
@@ -83,6 +84,9 @@ class PrometheusMetrics(RLCallback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._keep(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")  # Lightning does not
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._close is not None:

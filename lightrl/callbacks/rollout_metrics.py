@@ -21,6 +21,7 @@ from lightrl.callbacks.progress import SHORT_NAMES
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
+from lightrl.data.mixture import by_source
 from lightrl.models.routes import RouteLayout, load_entropy
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class RolloutMetrics(RLCallback):
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         values = reward_metrics(groups)
+        for suffix, part in by_source(group for group in groups if group.trajectories).items():
+            values |= {f"{name}{suffix}": value for name, value in reward_metrics(part).items()}
         values["rollout/dropped_trajectories"] = float(sum(self._num_dropped.values()))
         for reason, num in self._num_dropped.items():
             values[f"rollout/dropped_trajectories_{reason}"] = float(num)
@@ -149,6 +152,11 @@ class RolloutMetrics(RLCallback):
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
         self._num_generated_tokens = int(experience.generated_token_counts.sum())
         values = experience_metrics(experience, trainer.weight_version)
+        for suffix, part in by_source(self._groups).items():
+            rows = torch.isin(experience.group_ids, torch.tensor([group.id for group in part]))
+            if rows.any():
+                lengths = experience.generated_token_counts[rows].double()
+                values[f"rollout/length_tokens{suffix}"] = float(lengths.mean())
         local = experience.local
         if local.routes is not None:
             policy: Any = module.policy

@@ -61,7 +61,11 @@ class RunCost(RLCallback):
         for name, value in self.values().items():
             pl_module.log(name, value, on_step=True, on_epoch=False)
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._stop()
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop()
         values = self.values()
         if trainer.is_global_zero:
             price = f", price {values['cost/price']:.2f}" if "cost/price" in values else ""
@@ -79,6 +83,10 @@ class RunCost(RLCallback):
             if self._num_tokens:
                 found["cost/price_per_million_tokens"] = found["cost/price"] / self._num_tokens * 1e6
         return found
+
+    def _stop(self) -> None:
+        """Ends the time that is paid for; a later `fit` adds its own."""
+        self._hours_before, self._started_s = self.values()["cost/device_hours"], None
 
     def state_dict(self) -> JsonObject:
         return {"device_hours": self.values()["cost/device_hours"], "trained_tokens": self._num_tokens}

@@ -335,11 +335,13 @@ class TimedCheckpoint(ModelCheckpoint):
             super().on_train_end(trainer, pl_module)
 
     def on_exception(self, trainer: Any, pl_module: L.LightningModule, exception: BaseException) -> None:
-        is_saved = any(item.save_last and item.save_on_exception for item in self._others(trainer))
-        if self.save_on_exception and not (is_saved or trainer.sanity_checking):
-            path = self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
-            if trainer.save_checkpoint(path, weights_only=False) and trainer.is_global_zero:
-                log.info("Saved %s; --ckpt_path last continues from it.", path)
+        if not self.save_on_exception or trainer.sanity_checking:
+            return
+        saving = [item for item in self._others(trainer) if item.save_last and item.save_on_exception]
+        path = saving[0].last_model_path if saving else self.format_checkpoint_name({}, self.CHECKPOINT_NAME_LAST)
+        is_saved = trainer.saved_at == trainer.global_step
+        if (is_saved if saving else trainer.save_checkpoint(path, weights_only=False)) and trainer.is_global_zero:
+            log.info("Saved %s; --ckpt_path last continues from it.", path)
 
     def _others(self, trainer: L.Trainer) -> list[ModelCheckpoint]:
         return [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint) and item is not self]

@@ -69,6 +69,8 @@ class TrajectoryLog(RLCallback):
             forward on every rank. Logprobs that the update needs anyway are always written.
     """
 
+    run_folder_output = "trajectories"  # which two runs must not write at once
+
     def __init__(
         self,
         every_n_iterations: int = 10,

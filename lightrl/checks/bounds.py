@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,10 +27,18 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
 def finite_number(value: object, largest: float = 1e15) -> float | None:
     """Converts a value from user code to a float; returns None if it is not a number, not finite, or too large."""
     try:
-        number = float(value) if hasattr(type(value), "__float__") else math.nan  # type: ignore[arg-type]
-    except (OverflowError, TypeError, ValueError):  # an array of several numbers
+        number = real_number(value)
+    except (OverflowError, TypeError, ValueError, RuntimeError):
         return None
     return number if abs(number) <= largest else None
+
+
+def real_number(value: Any) -> float:
+    """Converts a real number, also one of numpy or torch; raises TypeError, ValueError or RuntimeError for others."""
+    own = value.item() if hasattr(type(value), "item") else value  # numpy's text and complex numbers have a __float__
+    if not hasattr(type(own), "__float__"):
+        raise TypeError("it is not a real number")
+    return float(value)
 
 
 def check_positive(**settings: float | None) -> None:

@@ -12,12 +12,13 @@ ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
+    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # of trajectories of several agents
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
-    "tasks": "lightrl.workflows.tasks.rows",  # for a folder of tasks as the source of data
+    "task folders": "lightrl.workflows.tasks.rows",  # for a folder of tasks as the source of data
     "Muon": "lightrl.models.muon.MuonWithAdamW",  # for `optimizer: muon`
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
 }

@@ -7,7 +7,7 @@ All code on this path loops over the columns and never names one.
 
 Reading order:
     column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
-    supports.py, routes.py, gaps.py, rewards.py  declare one column each; topk.py, turns.py: two
+    supports.py, routes.py, gaps.py, rewards.py, agents.py  declare one column each; topk.py, turns.py: two
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 
@@ -15,6 +15,7 @@ To add a column, declare it in a separate file and call `register`. An engine re
 loss reads `experience["its name"]`. If models read it, see strategies/single.py.
 """
 
+from lightrl.columns.agents import AGENTS, COPIES
 from lightrl.columns.column import (
     TOKENS,
     Column,
@@ -38,12 +39,12 @@ from lightrl.columns.supports import EVERY_TOKEN, SUPPORTS, support_ends
 from lightrl.columns.topk import NO_TOKEN, TOPK_IDS, TOPK_LOGPROBS, TOPK_NAMES, topk_columns, topk_parts
 from lightrl.columns.turns import TURN_INDICES, TURN_STATES, turn_columns
 
-for _column in (REWARDS, SUPPORTS, ROUTES, GAPS, TOPK_IDS, TOPK_LOGPROBS, TURN_INDICES, TURN_STATES):
+for _column in (REWARDS, SUPPORTS, ROUTES, GAPS, AGENTS, TOPK_IDS, TOPK_LOGPROBS, TURN_INDICES, TURN_STATES):
     register(_column)
 
 __all__ = [
-    "EVERY_TOKEN", "GAPS", "NATIVE", "NO_TOKEN", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS", "TOPK_IDS",
-    "TOPK_LOGPROBS", "TOPK_NAMES", "TURN_INDICES", "TURN_STATES", "Column", "Columns", "TokenArray", "Values",
-    "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered", "reserve",
-    "support_ends", "topk_columns", "topk_parts", "turn_columns",
+    "AGENTS", "COPIES", "EVERY_TOKEN", "GAPS", "NATIVE", "NO_TOKEN", "REWARDS", "ROUTES", "SUPPORTS", "TOKENS",
+    "TOPK_IDS", "TOPK_LOGPROBS", "TOPK_NAMES", "TURN_INDICES", "TURN_STATES", "Column", "Columns", "TokenArray",
+    "Values", "as_columns", "column_named", "column_of", "cut", "extended", "joined", "register", "registered",
+    "reserve", "support_ends", "topk_columns", "topk_parts", "turn_columns",
 ]  # fmt: skip

@@ -109,9 +109,12 @@ class UserSettings:
 
     def origin(self, path: str) -> str:
         """Returns the origin of this path or of its nearest parent with a known one, such as ` (run.yaml:22)`."""
-        while path and path not in self.origins:
+        named = [item for item in self.origins.items() if not item[0].endswith(".init_args")]
+        origins = {name.replace(".init_args", ""): at for name, at in named}  # flags may leave out `init_args`
+        path = path.replace(".init_args", "")
+        while path and path not in origins:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
-        return self.origins.get(path, "")
+        return origins.get(path, "")
 
     def empty_sections(self) -> list[str]:
         """Returns the paths of empty sections, which the parser ignores even if their names are wrong."""

@@ -188,14 +188,10 @@ _NOTICES = ("GPU available: ", "TPU available: ", "HPU available: ")
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Whether a log line of Lightning is shown; rewords the line about a checkpoint saved after Ctrl-C or an error."""
+    """Whether a log line of Lightning is shown."""
     text = record.getMessage()
-    if " was raised with message: " in text:  # Lightning's "An KeyboardInterrupt …"
-        path = text.partition("saved checkpoint to ")[2]
-        if "://" not in path and not Path(path).exists():  # an earlier error says why it was not saved
-            return False
-        record.msg = f"Saved {path}; --ckpt_path last continues from it."
-    return not text.startswith(_NOTICES)
+    is_saved = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint says what was saved
+    return not (is_saved or text.startswith(_NOTICES))
 
 
 def silence_irrelevant() -> None:

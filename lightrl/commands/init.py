@@ -17,6 +17,7 @@ _PACKAGE = Path(__file__).parents[1]
 _SUFFIXES = (".py", ".yaml", ".txt", ".jsonl")
 # Matches a reference from one example to a file: `examples.quickstart.task.tokenizer`, `examples/quickstart/grpo.yaml`.
 _REFERENCE = re.compile(r"\bexamples([./])(\w+)[./](\w+)")
+_NOTHING = "# Needs: nothing else."
 _COMMAND = re.compile(r"^#   ((?:lightrl|python) .*(?:(?<=\\)\n#.*)*)", re.MULTILINE)  # in the first lines of a YAML
 
 
@@ -81,7 +82,12 @@ def run(args: Sequence[str]) -> int:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     texts = [text for name, text in files.items() if "/" not in name and name.endswith(".yaml")]
-    commands = dict.fromkeys(command for text in texts for command in _COMMAND.findall(text))
-    sys.stdout.write("\n".join([f"Wrote {folder}: {', '.join(files)}. Next:", "", f"  cd {folder}", ""]))
-    sys.stdout.write("".join(f"  {command}\n".replace("\n# ", "\n") for command in commands))
+    texts.sort(key=lambda text: _NOTHING not in text)  # first what runs as it is
+    lines = [f"Wrote {folder}: {', '.join(files)}. Next:", "", f"  cd {folder}"]
+    for text in texts:
+        needs = re.search(r"^# (Needs: .*)", text, re.MULTILINE)
+        lines += ["", f"  # {needs[1]}"] if needs and _NOTHING not in text else []
+        commands = (f"  {command}".replace("\n# ", "\n") for command in _COMMAND.findall(text))
+        lines += [command for command in commands if command not in lines]
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0

@@ -47,12 +47,14 @@ example:
   lightrl fit --config run.yaml --config laptop.yaml --trainer.max_steps 100 --model.lr 1e-5
   lightrl fit --config run.yaml --ckpt_path last
 
-Later files and settings override earlier ones. LIGHTRL_DEBUG=1 shows the full traceback of every error.
+Later files and settings override earlier ones. A mapping for an object, such as model.sampling, keeps its other
+settings; one with any keys, such as policy.config, server_args or launch.environment, is replaced whole, like a list;
+--model.policy.config.hidden_size 64 changes one key. LIGHTRL_DEBUG=1 shows the full traceback of every error.
 """
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0 on success, 1 if the run failed, 2 if the command line or config is wrong."""
+    """Runs one command; returns 0 on success, 1 if the run failed, 2 if the settings are wrong, 130 after Ctrl-C."""
     args = list(sys.argv[1:] if args is None else args)
     first = args[0] if args else "--help"
     if first in ("-h", "--help", "help"):
@@ -67,10 +69,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return 2
     try:
         module = _import_frozen(f"lightrl.commands.{first if first in _MODULES else 'cli'}")
+        return int(module.run(args[1:]) if first in _MODULES else module.run(args, COMMANDS))
     except KeyboardInterrupt:
-        sys.stderr.write("lightrl: interrupted before anything started\n")
+        sys.stderr.write(f"lightrl: {first} was interrupted\n")
         return 130
-    return int(module.run(args[1:]) if first in _MODULES else module.run(args, COMMANDS))
 
 
 def _import_frozen(name: str) -> Any:

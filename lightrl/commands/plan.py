@@ -96,6 +96,9 @@ class PlanCLI(LaunchedCLI):
         if isinstance(module, RLModule):
             graph = module.data_flow(from_file=isinstance(self.datamodule, TrajectoryDataModule))
             text, mermaid = plan_text(module, graph), [_DRAWING, plan_mermaid(graph)]
+            if tasks := getattr(self.datamodule, "tasks", None):
+                tasks.check(module)
+                text += "\n\n" + "\n".join(["tasks", *(f"  {line}" for line in tasks.lines(module))])
             try:
                 where = f"devices\n  {devices_text(self.trainer)}"
             except ValueError as error:  # this machine has too few GPUs for the run's servers

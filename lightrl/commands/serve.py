@@ -230,7 +230,9 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
         engine = _section(content, "trainer").get("engine")
         engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
-            kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
+            kind = settings.get("engine")  # of an earlier file, to whose engine this one may add
+            if kind is None or "class_path" in engine:
+                kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
             if kind is None:
                 raise ValueError(
                     f"The engine must be {' or '.join(_ENGINES)}, but {config} has {engine.get('class_path')}. Omit "

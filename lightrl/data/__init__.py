@@ -2,6 +2,7 @@
 
 Reading order:
     rows.py          rows of a file, a hub dataset or a function, by index; errors that name the row
+    tasks.py         Task: a source's own workflow, reward, group size and limit
     mixture.py       mixes weighted sources: decides which source supplies the row at each position
     stream.py        the rows of one source, and prompts by position
     streamed.py      sources that can only be read in order
@@ -26,6 +27,7 @@ from lightrl.data.loader import prompt_source, prompts_of, wrap_train_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.prompts import PromptDataModule
 from lightrl.data.stream import PromptStream
+from lightrl.data.tasks import Task
 from lightrl.data.trajectories import TrajectoryDataModule
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "PairBatch",
     "ChatBatch",
     "DataSource",
+    "Task",
     "MixtureOrder",
     "PromptStream",
     "HostBatch",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.annotations import Unpack
-from lightrl.checks.bounds import check_bounds
+from lightrl.checks.bounds import check_bounds, check_effect
 from lightrl.concurrency.in_thread import result_of, submit
 from lightrl.data.batches import EpochLoader, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, completion_after, is_whole_chat, read_messages, shared_prompt
@@ -207,6 +207,7 @@ class CompletionDataModule(PromptDataModule):
         **kwargs: Unpack[PromptSettings],
     ) -> None:
         super().__init__(train, validation, test, **kwargs)
+        check_effect("on data without rollouts", task=([*self.tasks], []))
         check_bounds(2, max_tokens=max_tokens)  # at least one prompt token and an end token
         self.max_tokens = max_tokens
         self._windows: Windows | None = None

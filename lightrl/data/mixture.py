@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from math import gcd
@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_effect
+from lightrl.data.tasks import Task, Tasks, by_source
 from lightrl.trajectory import JsonObject
+
+__all__ = ["DataSource", "MixtureOrder", "Source", "by_source", "epoch_order", "sources_of", "tasks_of"]
 
 _CYCLE = 1000  # shares are rounded to thousandths
 
@@ -41,7 +44,10 @@ class DataSource:
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function or a folder of tasks.
         max_rows: use only the first rows; None uses all.
-        label: identifies the source in prompt ids; None uses its index.
+        label: identifies the source in prompt ids and, if set, in metrics such as `rollout/reward/LABEL`; None uses its
+            index.
+        task: the source's own workflow, reward, group size and length limit. A source of another split with the same
+            label has the same task.
         streaming: read the rows in order as they are needed.
         shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
     """
@@ -54,6 +60,7 @@ class DataSource:
     arguments: JsonObject = field(default_factory=dict)
     max_rows: int | None = None
     label: str | None = None
+    task: Task | None = None
     streaming: bool = False
     shuffle_buffer: int = 10_000
 
@@ -61,6 +68,8 @@ class DataSource:
         if not self.source.strip():
             raise ValueError(f"The source of data must be a file, a hub name or a function, got {self.source!r}.")
         check_bounds(1, max_rows=self.max_rows, shuffle_buffer=self.shuffle_buffer)
+        if self.task is not None and not self.label:
+            raise ValueError(f"The data source {self.source!r} has a task, so it needs a label, which metrics name.")
         if not self.streaming:
             check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, 10_000))
         if not 0 < self.weight < float("inf"):
@@ -88,6 +97,18 @@ def sources_of(source: Source | None) -> list[DataSource]:
     if len(set(labels)) < len(labels):
         raise ValueError(f"The labels of the data's sources must be unique, got {labels}. Change the duplicates.")
     return sources
+
+
+def tasks_of(sources: Iterable[DataSource]) -> Tasks:
+    """Returns the tasks of a data module's sources by label; raises ValueError if a label has two different tasks."""
+    tasks = Tasks()
+    for source in sources:
+        if source.task is None:
+            continue
+        assert source.label is not None
+        if tasks.setdefault(source.label, source.task) != source.task:
+            raise ValueError(f"Two data sources labeled {source.label!r} have different tasks. Change one label.")
+    return tasks
 
 
 @dataclass(eq=False)

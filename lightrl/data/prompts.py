@@ -14,7 +14,7 @@ from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
 from lightrl.data.batches import EpochLoader, HostBatch, PositionLoader, batches_in_order, check_run_length
 from lightrl.data.chat import ChatRenderer, Messages, columns_shown, row_messages
-from lightrl.data.mixture import DataSource, Source, sources_of
+from lightrl.data.mixture import DataSource, Source, sources_of, tasks_of
 from lightrl.data.rows import Row, Rows, check_source, is_missing, json_able, read_rows, require_column
 from lightrl.data.stream import (
     ROWS_AT_ONCE,
@@ -154,6 +154,7 @@ class PromptDataModule(L.LightningDataModule):
         self._columns_shown = columns_shown(prompt_template) - {"prompt", prompt_column}
         given: dict[Split, Source | None] = {"train": train, "validation": validation, "test": test}
         self.sources = {split: sources_of(source) for split, source in given.items()}
+        self.tasks = tasks_of(source for sources in self.sources.values() for source in sources)
         for split, sources in self.sources.items():
             if split != "train" or len(sources) == 1:
                 for source in sources:
@@ -303,11 +304,16 @@ class PromptDataModule(L.LightningDataModule):
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
         module = self.trainer.lightning_module if self.trainer is not None else None
-        check = ReferenceCheck(getattr(module, "reward_source", None))
+        labels = {part.source.label for number, part in enumerate(parts) if part.source.label != str(number)}
+        checks = {label: ReferenceCheck(task.reward) for label, task in self.tasks.items() if task.reward is not None}
+        default_check = ReferenceCheck(getattr(module, "reward_source", None))
 
         def make_and_check(located: LocatedRow) -> Prompt | None:
             if (prompt := prompt_of(located)) is None:
                 return None
+            if located.source.label in labels:
+                prompt = replace(prompt, source=located.source.label)
+            check = checks.get(prompt.source or "", default_check)
             try:
                 check(prompt)
             except ValueError as error:

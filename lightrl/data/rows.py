@@ -97,7 +97,7 @@ def read_rows(
     path = Path(source).expanduser()
     function = None if path.exists() else function_of_rows(source)
     if _has_tasks(path):
-        function, arguments = entry_point("tasks"), {"folder": source, **(arguments or {})}
+        function, arguments = entry_point("task folders"), {"folder": source, **(arguments or {})}
     if function is not None:
         rows: Sequence[Row] = _rows_of_function(function, source, split, max_rows, arguments or {})
     elif path.is_file():

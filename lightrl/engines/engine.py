@@ -66,6 +66,7 @@ class PlannedEngine:
     width: int = 2  # bytes per parameter, and per element of keys and values
     max_rows: int | None = None  # maximum number of rows decoded together; None: all rows in flight
     is_block_fp8: bool = False  # one byte per parameter, except in the embedding and the head
+    starts_servers: bool = True  # so that their number and tp may change
 
 
 class RolloutEngine(ABC):

@@ -269,7 +269,9 @@ class CheckpointConnector(_CheckpointConnector):
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
         """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
         if ckpt_path == "last":
-            ckpt_path = last_checkpoint(self.trainer, self._named, is_fit=state_fn == TrainerFn.FITTING)
+            if self.trainer.world_size > 1:
+                return ckpt_path  # rank 0 finds it in `resume_start`, where it can tell the others
+            ckpt_path = last_checkpoint(self.trainer, self._named, Path(self.trainer.log_dir or "."))
             if ckpt_path is None:
                 return None
         elif ckpt_path == "best":
@@ -281,6 +283,24 @@ class CheckpointConnector(_CheckpointConnector):
                 )
         check_exists(ckpt_path)
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Loads the checkpoint that rank 0 chose: other ranks may see other files, and not know the run's folder."""
+        trainer, problem = self.trainer, ""
+        if trainer.world_size > 1:
+            log_dir = Path(trainer.log_dir or ".")  # on all ranks: reading `log_dir` is a collective
+            if trainer.is_global_zero and checkpoint_path == "last":
+                try:
+                    found = last_checkpoint(trainer, self._named, log_dir)
+                    checkpoint_path = super()._parse_ckpt_path(TrainerFn.FITTING, found, True, True)
+                except ValueError as error:
+                    problem = str(error)
+            checkpoint_path, problem = trainer.strategy.broadcast((checkpoint_path, problem))
+            if problem:
+                raise mark_as_on_all_ranks(ValueError(problem))
+            check_exists(checkpoint_path)
+            self._resume.trainer.restoring = checkpoint_path if trainer.state.fn == TrainerFn.FITTING else None
+        super().resume_start(checkpoint_path, weights_only)
 
     def restore_model(self) -> None:
         module = self.trainer.lightning_module
@@ -306,7 +326,7 @@ class CheckpointConnector(_CheckpointConnector):
             load_optimizers(strategy, strategy.load_optimizer_state_dict, self._loaded_checkpoint)
 
 
-def last_checkpoint(trainer: Any, named: list[Any], *, is_fit: bool) -> str | None:
+def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None:
     """Returns the newest last.ckpt of the trainer's own run or, without one, of the runs of the same experiment.
 
     The folders of the `named` callbacks are always searched too. Without one, a fit logs why and gets None.
@@ -314,7 +334,7 @@ def last_checkpoint(trainer: Any, named: list[Any], *, is_fit: bool) -> str | No
     Raises:
         ValueError: if the checkpoints are links to missing files or, unless it is a fit, if there is none.
     """
-    log_dir = Path(trainer.log_dir or ".")
+    is_fit = trainer.state.fn == TrainerFn.FITTING
     if any("://" in item.dirpath for item in named):
         return "last"  # Lightning finds it
     in_named = [path for item in named for path in Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt")]

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
@@ -50,6 +51,9 @@ _Handler = Callable[[int, FrameType | None], None]
 _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: None)
 
 
+_RECEIVED = "Received %s. The run saves its state and ends, at the latest after this iteration. Ctrl-C ends it now."
+
+
 class InterruptGate:
     """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one raises at once."""
 
@@ -60,6 +64,7 @@ class InterruptGate:
         """Forgets the signals of earlier stages."""
         self.is_held = False
         self.is_terminated = False  # a SIGTERM was held back
+        self.is_announced = False  # the user knows that the run is going to end
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if a SIGINT was held back."""
@@ -69,15 +74,20 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Remembers the first SIGINT inside the context instead of raising it. Does nothing off the main thread."""
-        previous = signal.getsignal(signal.SIGINT)
+        """Announces the first signal inside the context, and holds back a SIGINT. Does nothing off the main thread."""
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        previous = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
 
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if self.is_held and callable(previous):
-                previous(number, frame)
-            self.is_held = True
+            is_first, self.is_announced = not self.is_announced, True
+            if is_first:
+                rank_zero_info(_RECEIVED, signal.Signals(number).name)
+            if number == signal.SIGINT:
+                self.is_held = True
+            if number == signal.SIGTERM or not is_first:  # Lightning's handler only records SIGTERM
+                previous[signal.Signals(number)](number, frame)
 
-        with _handled_by({signal.SIGINT: interrupt}):
+        with _handled_by(dict.fromkeys(previous, interrupt)):
             yield
 
     @contextlib.contextmanager

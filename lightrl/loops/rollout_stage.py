@@ -103,6 +103,7 @@ class RolloutStage:
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         self.trainer = trainer
         self.resume = resume
+        self.tasks: Any = None  # the data module's Tasks, if any
         self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
         self._num_threads = 0  # this and the next two are restored when the stage closes
@@ -112,6 +113,8 @@ class RolloutStage:
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
         """Raises an error if the trainer cannot run this module; called before any model is built."""
         name = type(module).__name__
+        if self.tasks:
+            self.tasks.check(module)
         if type(module).training_step is not RLModule.training_step:
             raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")
         if is_fit and type(module).loss is RLModule.loss:
@@ -134,14 +137,18 @@ class RolloutStage:
 
     def start_reward_worker(self, module: RLModule) -> RewardWorker:
         """Starts the reward worker, before any model is built; only on rank 0. Fails without a reward function."""
-        worker = self._reward_worker = self._reward_worker or make_reward_worker(
-            module.reward_source if module.reward_source is not None else module.reward,
+        make = functools.partial(
+            make_reward_worker,
             workers=module.reward_workers,
             timeout_s=module.reward_timeout_s,
             memory_limit_mib=module.reward_memory_mib,
             recycle_after=module.reward_recycle_after,
             search_paths=[str(Path.cwd())],
         )
+        if self._reward_worker is None:
+            worker = make(module.reward_source if module.reward_source is not None else module.reward)
+            self._reward_worker = self.tasks.reward_worker(worker, make) if self.tasks else worker
+        worker = self._reward_worker
         worker.start()
         return worker
 
@@ -168,6 +175,8 @@ class RolloutStage:
             self.resume.restore_rollout()
         if recorded is None and trainer.is_global_zero:
             _log_derived_settings(trainer, module, trainer.rollout.settings if is_fit else None)
+            for line in self.tasks.lines(module) if self.tasks else ():
+                log.info("%s", line)
         num_parameters = sum(parameter.numel() for parameter in module.parameters())
         if module.device.type == "cpu" and num_parameters < SMALL_MODEL_PARAMETERS:
             torch.set_num_threads(1)  # more OpenMP threads would spin and slow down rollout and update
@@ -209,6 +218,7 @@ class RolloutStage:
         trainer, ranks = self.trainer, ranks_of(self.trainer.strategy)
         settings = RolloutSettings(
             group_size=module.group_size,
+            group_sizes=self.tasks.group_sizes if self.tasks else {},
             max_failed_fraction=module.max_failed_fraction,
             workflow_workers=module.workflow_workers,
         )
@@ -221,7 +231,7 @@ class RolloutStage:
             is_endless = num_iterations == float("inf")
             total_groups = None if is_endless else int(num_iterations) * prompts.batch_size
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
-            _check_minibatches(module, prompts.batch_size, ranks)
+            _check_minibatches(module, settings, ranks)
         settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
@@ -247,6 +257,7 @@ class RolloutStage:
         engine.start(module.policy_config)
         self._engine_is_open = True
         workflow = module.configure_workflow()
+        workflow = self.tasks.workflow(workflow, module) if self.tasks else workflow
         if workflow.template is not None:
             module.complete_template(workflow.template)
         contexts = (module.context_tokens, engine.max_context)
@@ -286,12 +297,13 @@ def _parallel_models(trainer: RLTrainer, module: RLModule) -> dict[str, Parallel
     }
 
 
-def _check_minibatches(module: RLModule, groups_per_iteration: int, ranks: Ranks) -> None:
-    num = groups_per_iteration * module.group_size
-    if num % module.num_minibatches:
+def _check_minibatches(module: RLModule, settings: RolloutSettings, ranks: Ranks) -> None:
+    groups_per_iteration = settings.groups_per_iteration
+    num = groups_per_iteration * (size := min([settings.group_size, *settings.group_sizes.values()]))
+    if not settings.group_sizes and num % module.num_minibatches:
         raise ValueError(
             f"num_minibatches={module.num_minibatches} does not divide the iteration's {count_text(num, 'trajectory')} "
-            f"({groups_per_iteration} groups × group_size={module.group_size}). Change one of the three numbers."
+            f"({groups_per_iteration} groups × group_size={size}). Change one of the three numbers."
         )
     dp_size = max(ranks.of_role(role).dp_size for role in module.trained_roles())
     if num // module.num_minibatches < dp_size:
@@ -319,7 +331,7 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
     """Returns rank 0's settings on every rank. Other ranks get no filter or curriculum; only rank 0 uses these."""
-    plain = {name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | None)}
+    plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
     plain = ranks.broadcast_json(plain)
     others: dict[str, None] = {} if ranks.is_main else dict.fromkeys(vars(settings).keys() - plain.keys())
     return dataclasses.replace(settings, **{**plain, **others})

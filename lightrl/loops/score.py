@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.entry_points import entry_point
+from lightrl.columns import AGENTS
 from lightrl.dataflow import (
     ADVANTAGES,
     GENERATE,
@@ -41,6 +42,7 @@ from lightrl.models.tuning import tuning_of
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.strategies.layouts.pieces import forward
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
+from lightrl.strategies.sharded_experience.other_prompts import OtherPrompts
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.trace import span
 from lightrl.trajectory import Prompt, Trajectory, as_array, encode_json
@@ -106,8 +108,22 @@ def score(
             records = json.loads(encode_json(module.prompts)) if ranks.is_main else None
             module.prompts = [Prompt(**record) for record in ranks.broadcast_json(records)]
 
+    other_prompts = {
+        call.name: OtherPrompts.share(call.prompts, rows, ranks)
+        for call in module.data_flow().of_kind("infer")
+        if call.prompts is not None and call.name not in left_out
+    }
+
     @torch.no_grad()  # again, because a call may run in a thread
     def run(call: ModelCall, current: ShardedExperience) -> _Outputs:
+        if call.name not in other_prompts:
+            return compute(call, current, rows)
+        prompts = other_prompts[call.name]
+        outputs = compute(call, prompts.read(current), []) if prompts.rows else {}
+        return {**prompts.completed(outputs, current, call.outputs, call.topk)}
+
+    @torch.no_grad()
+    def compute(call: ModelCall, current: ShardedExperience, asked: Sequence[Trajectory]) -> _Outputs:
         if call.name == ADVANTAGES:
             return _advantages(module, current)
         if is_forward(call):
@@ -116,7 +132,7 @@ def score(
         if call.url is not None and call.role is not None:
             is_scalar = module.models()[call.role].spec.head == "scalar"
             call = entry_point("served model calls")(call, is_scalar=is_scalar)
-        outputs = asked_once(call, rows, lambda: _function_outputs(call, current, rows))
+        outputs = asked_once(call, asked, lambda: _function_outputs(call, current, [*asked]))
         per_token = {key: value for key, value in outputs.items() if value.dim() > 1}
         return {**outputs, **{key: TokenRows.of_padded(value, current.lengths) for key, value in per_token.items()}}
 
@@ -194,7 +210,8 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
     experience = experience.with_tensors(changes)
     if experience.ranks.size > 1 and module.advantage_inputs:
         experience = gather(experience, module.advantage_inputs)
-    result = module.advantages(experience.shown)
+    has_agents = AGENTS.name in experience.tokens
+    result = entry_point("agent advantages")(module, experience) if has_agents else module.advantages(experience.shown)
     tensors = result if isinstance(result, Mapping) else {"advantages": result}
     is_whole = experience.ranks.size == 1 or bool(module.advantage_inputs)
     return {**changes, **{name: _on_loss(name, value, experience, is_whole) for name, value in tensors.items()}}

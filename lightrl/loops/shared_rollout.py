@@ -31,7 +31,7 @@ from lightrl.strategies import Message, Ranks, ShardedExperience, mark_as_on_all
 from lightrl.trajectory import FinishReason, Group, JsonObject, Prompt, Sampling, Trajectory
 from lightrl.weights import Bucket
 
-_Summaries = list[list[Any]]  # for each group: its id, its prompt's id, its trajectories
+_Summaries = list[list[Any]]  # for each group: its id, its prompt's id and source, its trajectories
 HEARTBEAT_S = 1.0  # seconds between rank 0's messages while it waits
 
 _Groups = TypeVar("_Groups", bound=Sequence[Group])
@@ -53,6 +53,7 @@ class _OnOtherRanks:
 @dataclass(repr=False)
 class RemotePrompt(_OnOtherRanks):
     id: str
+    source: str | None
 
     def __repr__(self) -> str:
         return f"prompt {self.id!r}"
@@ -84,14 +85,17 @@ def summaries_of(groups: Sequence[Group]) -> _Summaries:
         metrics = {name: float(value) for name, value in item.metrics.items()}
         return {**{name: getattr(item, name) for name in names}, "metrics": metrics}
 
-    return [[group.id, group.prompt.id, [summary(item) for item in group.trajectories]] for group in groups]
+    return [
+        [group.id, [group.prompt.id, group.prompt.source], [summary(item) for item in group.trajectories]]
+        for group in groups
+    ]
 
 
 def groups_of(summaries: _Summaries) -> list[Group]:
     """Makes groups of RemotePrompts and RemoteTrajectories."""
     groups = []
-    for group_id, prompt_id, records in summaries:
-        prompt: Any = RemotePrompt(prompt_id)
+    for group_id, prompt_fields, records in summaries:
+        prompt: Any = RemotePrompt(*prompt_fields)
         items: list[Any] = [RemoteTrajectory(prompt, group_id, **record) for record in records]
         groups.append(Group(group_id, prompt, items))
     return groups

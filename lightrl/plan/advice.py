@@ -164,7 +164,7 @@ def _fits(run: PlannedRun, device_bytes: float) -> bool:
 def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | None:
     """Divides the servers' GPUs into those that generate fastest; adds GPUs, at most 8 per server, if none fits."""
     engine = run.engine
-    if engine is None or engine.place != "servers" or not run.may_resize_servers:
+    if engine is None or engine.place != "servers" or not engine.starts_servers:
         return Choice(run, planned_time(run, gpu, device_bytes))
     fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
     heads = int(run.roles[0].config.num_attention_heads)

@@ -80,7 +80,7 @@ def trainer_sizing(run: PlannedRun) -> JsonObject:
     """Returns the settings of the trainer for the run's ranks and servers, if no launch sets them."""
     nodes = max(1, run.world // NODE_RANKS)
     trainer: JsonObject = {"devices": run.world // nodes, "num_nodes": nodes}
-    if run.engine is not None and run.engine.place == "servers" and run.may_resize_servers:
+    if run.engine is not None and run.engine.place == "servers" and run.engine.starts_servers:
         sizes = {"servers": run.engine.servers, "tp": run.engine.tp}
         trainer["engine"] = {"class_path": run.engine.name, "init_args": sizes}
     return {"trainer": trainer}
@@ -115,7 +115,6 @@ class PlannedRun:
     shares_gpus: bool = False  # the engine's servers are on the ranks' GPUs
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
     inferring: Sequence[str] = ()  # the role of each forward pass between rollout and update
-    may_resize_servers: bool = True  # whether the engine starts its servers
     refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
     sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
 

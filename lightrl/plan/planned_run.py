@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks import StalenessControl
 from lightrl.data import PairBatch, TrajectoryDataModule
-from lightrl.engines import LocalEngine, RolloutEngine, ServerEngine
+from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.functional import can_compile
 from lightrl.models import Role
 from lightrl.module import RLModule
@@ -150,10 +150,11 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
     calls = module.data_flow(from_file=is_recorded).calls
+    sizes: Mapping[str, int] = getattr(getattr(data, "tasks", None), "group_sizes", {})
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
-        group_size=module.group_size,
+        group_size=max(module.group_size, *sizes.values()) if sizes else module.group_size,
         num_minibatches=module.num_minibatches,
         update_epochs=module.update_epochs,
         microbatch_tokens=module.microbatch_tokens,
@@ -165,7 +166,6 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
         inferring=[call.role for call in calls if call.kind == "infer" and call.role and call.url is None],
-        may_resize_servers=isinstance(trainer.engine, ServerEngine) and trainer.engine.source.urls is None,
         engine=None if is_recorded else engine.planned(trainer.strategy.root_device, settings["roles"][0].parameters),
     )
 

@@ -14,9 +14,9 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from numbers import Complex, Real
 from typing import Any
 
+from lightrl.checks.bounds import real_number
 from lightrl.checks.printable import count_text
 from lightrl.checks.user_code import user_code, user_traceback
 from lightrl.concurrency.in_thread import end_if_forked
@@ -237,13 +237,11 @@ def _number(value: object, what: str, trajectory: Trajectory, largest: float = _
 def _checked_number(value: Any, what: str, trajectory: Trajectory, largest: float) -> float:
     problem = f"The reward function must return a number, or a dict of numbers; for {label(trajectory)}, {what} is"
     shown = f"{value!r:.200} ({type(value).__name__})"
-    if not hasattr(type(value), "__float__") or (isinstance(value, Complex) and not isinstance(value, Real)):
-        raise _invalid(f"{problem} {shown}.")
     try:
-        number = float(value)
+        number = real_number(value)
     except OverflowError:
         number = math.inf
-    except (TypeError, ValueError) as error:  # an array of several numbers
+    except (TypeError, ValueError, RuntimeError) as error:
         raise _invalid(f"{problem} {shown}: {error}.") from error
     if not math.isfinite(number):
         raise RewardError(

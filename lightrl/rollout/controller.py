@@ -307,6 +307,7 @@ class RolloutController:
         def count() -> None:
             if wait is self._take_wait:
                 wait.done = self._scheduler.num_done_trajectories
+                wait.total = max(wait.done, round(self._scheduler.num_expected))
 
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
@@ -381,7 +382,7 @@ class RolloutController:
                 self._runner.in_flight.open(running.seed_name)
                 run = self._run_group(
                     running.group,
-                    [sample for sample in range(self.settings.group_size) if sample not in running.results],
+                    [sample for sample in range(self.settings.size_of(prompt)) if sample not in running.results],
                     self.sampling,
                     running.seed_name,
                     on_done=partial(self._report, running),
@@ -452,7 +453,7 @@ class RolloutController:
                 self._scheduler.settle(group)
         except RolloutError as error:
             self._tasks.fail(error)
-        if len(running.results) == self.settings.group_size:
+        if len(running.results) == self.settings.size_of(group.prompt):
             self._running.pop(group.id, None)
             self._runner.end_group(running.seed_name)
             self._tasks.changed.set()

@@ -107,6 +107,7 @@ class RolloutSettings:
 
     Args:
         group_size: G, trajectories per prompt.
+        group_sizes: G of the prompts of these data sources, by label.
         groups_per_iteration: P.
         total_groups: number of groups that the whole run needs; None if the run's end is unknown.
         max_staleness: η, in versions; 0 is on-policy.
@@ -128,6 +129,7 @@ class RolloutSettings:
     """
 
     group_size: int = 1
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
     groups_per_iteration: int = 1
     total_groups: int | None = None
     max_staleness: int = 0
@@ -146,6 +148,7 @@ class RolloutSettings:
     def __post_init__(self) -> None:
         check_choice(("train", "resample", "drop"), incomplete_groups=self.incomplete_groups)
         check_bounds(1, group_size=self.group_size, groups_per_iteration=self.groups_per_iteration)
+        check_bounds(1, **{f"group_size of source {label!r}": size for label, size in self.group_sizes.items()})
         check_bounds(1, max_concurrent=self.max_concurrent)
         check_bounds(0, max_staleness=self.max_staleness, max_dropped_groups=self.max_dropped_groups)
         check_bounds(0, workflow_workers=self.workflow_workers)
@@ -165,6 +168,10 @@ class RolloutSettings:
         return bool(
             self.curriculum or self.group_filter or self.incomplete_groups != "train" or self.oversample_fraction
         )
+
+    def size_of(self, prompt: Prompt) -> int:
+        """Returns G of this prompt."""
+        return self.group_sizes.get(prompt.source or "", self.group_size)
 
     @functools.cached_property
     def num_oversampled(self) -> int:
@@ -215,13 +222,12 @@ class DropCounter:
         """Drops a trajectory because its workflow or reward raised this error."""
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
-    def count_trajectory(self, *, is_failed: bool) -> None:
-        """Counts a trajectory that is done; raises RolloutError if too many have failed."""
+    def count_trajectory(self, num_expected: float, *, is_failed: bool) -> None:
+        """Counts a trajectory that is done; raises RolloutError if too many of an iteration's have failed."""
         self._num_done += 1
         self._num_failed += is_failed
-        num_expected = self.settings.group_size * self.settings.groups_per_iteration
         if is_failed:
-            total = max(self._num_done, num_expected)  # off-policy, up to η + 1 iterations may be done
+            total = max(self._num_done, round(num_expected))  # off-policy, up to η + 1 iterations may be done
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
@@ -319,8 +325,15 @@ class GroupScheduler:
         if not self.settings.num_oversampled:
             ids = self._stream()[: self.settings.groups_per_iteration]
         sizes = {group_id: len(item.results) for group_id, item in self.running.items()}
-        sizes |= dict.fromkeys(self.finished, self.settings.group_size)
+        sizes |= {group_id: self.settings.size_of(group.prompt) for group_id, (group, _) in self.finished.items()}
         return sum(sizes.get(group_id, 0) for group_id in ids)
+
+    @property
+    def num_expected(self) -> float:
+        """The number of trajectories of an iteration; if G differs by source, estimated from the groups in flight."""
+        groups = [*(item.group for item in self.running.values()), *(group for group, _ in self.finished.values())]
+        sizes = [self.settings.size_of(group.prompt) for group in groups if self.settings.group_sizes]
+        return self.settings.groups_per_iteration * (sum(sizes) / len(sizes) if sizes else self.settings.group_size)
 
     def _stream(self) -> list[int]:
         """Returns all groups in flight or finished, in the order of the prompt stream."""
@@ -384,12 +397,12 @@ class GroupScheduler:
         Returns whether the caller must now call `settle`: all trajectories are done, and none is sampled again.
         """
         running.results[sample] = trajectory
-        self.counter.count_trajectory(is_failed=trajectory is None)
-        if len(running.results) < self.settings.group_size:
+        self.counter.count_trajectory(self.num_expected, is_failed=trajectory is None)
+        group, size = running.group, self.settings.size_of(running.group.prompt)
+        if len(running.results) < size:
             return False
-        group = running.group
         group.trajectories = [item for _, item in sorted(running.results.items()) if item is not None]
-        return len(group.trajectories) == self.settings.group_size or not self._resample(group.id)
+        return len(group.trajectories) == size or not self._resample(group.id)
 
     def _resample(self, group_id: int) -> bool:
         """Samples an incomplete group again; returns False if the settings forbid it, or it was sampled too often."""
@@ -411,7 +424,7 @@ class GroupScheduler:
         corrected filter samples it again.
         """
         self._num_resamples.pop(group.id, None)
-        num, size = len(group.trajectories), self.settings.group_size
+        num, size = len(group.trajectories), self.settings.size_of(group.prompt)
         reason: tuple[str, str] | None = None
         if num == 0:
             reason = "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
@@ -480,7 +493,7 @@ class GroupScheduler:
         if group_id in self.running:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
-            prompt, num = running.group.prompt, self.settings.group_size - num_failed
+            prompt, num = running.group.prompt, self.settings.size_of(running.group.prompt) - num_failed
             self.counter.count_thrown_away(item for item in running.results.values() if item is not None)
         else:
             group, _ = self.finished.pop(group_id)
@@ -501,6 +514,7 @@ class GroupScheduler:
             "in_flight": in_flight,
             "max_staleness": self.settings.max_staleness,
             "group_size": self.settings.group_size,
+            "group_sizes": dict(self.settings.group_sizes),
             "begun": [
                 [
                     position,
@@ -529,7 +543,8 @@ class GroupScheduler:
             self.finished[group.id] = (group, group.oldest_version)
         # With a smaller bound, groups that were running might finish too old, so they start again.
         is_in_time = state.get("max_staleness", 0) <= self.settings.max_staleness
-        continues = is_in_time and state.get("group_size") == self.settings.group_size
+        sizes = state.get("group_size"), state.get("group_sizes", {})
+        continues = is_in_time and sizes == (self.settings.group_size, self.settings.group_sizes)
         for position, version, results in state["begun"] if continues else []:
             done = {sample: None if text is None else Trajectory.from_text(text) for sample, text in results}
             self.started[position] = (version, done)

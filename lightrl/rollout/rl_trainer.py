@@ -35,6 +35,8 @@ class RLTrainer(L.Trainer):
     memory_estimate: str  # a description of a rank's estimated memory use
     # Logs a number of the training batch, given name, value and `log`'s other arguments; False if Lightning must log.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
+    restoring: object = None  # the checkpoint that a fit restores, until the fit runs
+    saved_at: int | None = None  # the iteration after which the last checkpoint was saved
     is_in_iteration: bool = False  # until its updates are made
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
 

@@ -131,6 +131,7 @@ class TrajectoryRunner:
         Raises:
             EngineError: from the engine.
         """
+        sampling = self.workflow.sampling_of(prompt, sampling)
         generate = _GroupGenerate(self.engine, self.in_flight, prompt, samples, sampling, run_seed, seed_name)
         missing = dict.fromkeys(samples)
         name = f"{type(self.workflow).__name__}.run_group"
@@ -375,9 +376,10 @@ class Rewards:
         done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
             is_kept.result()  # raises the error, if any
+        num_expected = sum(self.drops.settings.size_of(group.prompt) for group in groups)
         for key, is_kept in waiting.items():
             del self._deferred[key]
-            self.drops.count_trajectory(is_failed=not is_kept.result())
+            self.drops.count_trajectory(num_expected, is_failed=not is_kept.result())
         self.drops.begin_iteration()
         for group in groups:
             group.trajectories = [item for item in group.trajectories if item.reward is not None]

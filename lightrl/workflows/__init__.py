@@ -5,6 +5,7 @@ Reading order:
     multi_turn/       several turns, with an environment that answers the policy
       tools/          an environment with tools that the policy calls: Python functions, or tools on an MCP server
       openenv.py      environments on an OpenEnv server
+    multi_agent.py    several agents that are all the policy
     agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
       tasks/          tasks as folders: an agent in a task's environment, whose tests give the reward
 
@@ -17,6 +18,7 @@ from lightrl import loaded_on_first_use
 
 if TYPE_CHECKING:
     from lightrl.workflows.agent_workflow import AgentResult, AgentWorkflow
+    from lightrl.workflows.multi_agent import AgentEnvironment, MultiAgent
     from lightrl.workflows.multi_turn import Environment, MultiTurn, RetryWithFeedback
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
     from lightrl.workflows.tasks import TaskWorkflow
@@ -25,10 +27,12 @@ if TYPE_CHECKING:
 
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
+    "AgentEnvironment": "multi_agent",
     "AgentResult": "agent_workflow",
     "AgentWorkflow": "agent_workflow",
     "Environment": "multi_turn",
     "MCPServer": "tools",
+    "MultiAgent": "multi_agent",
     "MultiTurn": "multi_turn",
     "OpenEnv": "openenv",
     "OpenEnvTools": "openenv",
@@ -40,8 +44,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiTurn", "OpenEnv", "OpenEnvTools",
-    "RetryWithFeedback", "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
+    "AgentEnvironment", "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiAgent", "MultiTurn",
+    "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

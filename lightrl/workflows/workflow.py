@@ -18,7 +18,7 @@ from lightrl.concurrency.abandon import each_when_done, is_abandoned
 from lightrl.engines.engine import Completion
 from lightrl.errors import RewardError, RolloutError
 from lightrl.models.chat_template import ChatTemplate
-from lightrl.trajectory import Attached, Prompt, Trajectory, Turn
+from lightrl.trajectory import Attached, Prompt, Sampling, Trajectory, Turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,6 +104,10 @@ class Workflow(ABC):
         """Whether no sampled token is shared by trajectories of a group; False if a subclass overrides `run_group`."""
         return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
 
+    def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
+        """Returns the sampling settings for this prompt, which may lower only `max_new_tokens`."""
+        return sampling
+
     @classmethod  # noqa: B027 - not every workflow has settings
     def check_settings(cls, **settings: Any) -> None:
         """Raises ValueError for a constructor argument that is out of range; called before the tokenizer is loaded."""
@@ -160,6 +164,19 @@ class Workflow(ABC):
         Raises:
             RolloutError: if this interaction cannot be finished. The interaction is dropped and counted by reason.
         """
+
+
+def class_of(setting: object) -> type | None:
+    """Returns the class of a setting that YAML gives as `class_path`, which becomes a functools.partial; else None."""
+    items = (setting.func, *setting.args) if isinstance(setting, functools.partial) else ()
+    return next((item for item in items if isinstance(item, type)), None)
+
+
+def check_workflow(workflow: Any) -> None:
+    """Raises ValueError if a workflow from YAML has an argument that is out of range."""
+    workflow_class = class_of(workflow)
+    if workflow_class is not None and issubclass(workflow_class, Workflow):
+        workflow_class.check_settings(**workflow.keywords)
 
 
 class SingleTurn(Workflow):

@@ -7,10 +7,13 @@ from algorithm_cases import make_module, minibatch_gradient
 from tiny import FAMILIES, VOCABULARY, gradients, random_experience, slow_distributions, slow_outputs, tiny_spec
 
 from lightrl.algorithms import Distillation
+from lightrl.errors import TrainingError
 from lightrl.functional import group_advantages
 from lightrl.loops.score import score
+from lightrl.models import ModelSpec
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
+from lightrl.testing import make_trajectory
 from lightrl.trajectory import Sampling
 
 
@@ -133,6 +136,9 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"teacher": None}, "Distillation needs a teacher: set teacher or teachers, or teacher_prompt"),
+        ({"teacher_column": "who"}, "teacher_column='who' has no effect without teachers"),
+        ({"teachers": {"a b": tiny_spec()}}, "names of teachers must be letters, digits and _, got 'a b'"),
         ({"teacher_topk": 0}, "teacher_topk must be at least 1, or null .* got 0"),
         ({"teacher_topk": 3, "sampling": Sampling(top_k=5)}, "teacher_topk=3 compares .* truncated sampling"),
         ({"teacher_topk": 4, "divergence": "kl"}, "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),
@@ -149,3 +155,38 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
 def test_distillation_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_each_row_is_read_by_its_teacher_and_served_teachers_come_first() -> None:
+    others = {"a": tiny_spec(), "b": ModelSpec(url="http://127.0.0.1:1"), "c": tiny_spec()}
+    module = make(teacher=None, teachers=others, teacher_column="who", sampling=Sampling(max_new_tokens=4))
+    calls = [call for call in module.data_flow().calls if call.role is not None and "teacher" in call.role]
+    assert [(call.role, call.after) for call in calls] == [
+        ("teacher_b", ()),
+        ("teacher_a", ("teacher_b_logprobs",)),
+        ("teacher_c", ("teacher_b_logprobs", "teacher_a_logprobs")),
+    ]
+    rows = [make_trajectory(fields={"who": name}) for name in "acb"]
+    assert [module.prompts_of(role, rows) for role in ("teacher_a", "teacher_b")] == [
+        [[], None, None],
+        [None, None, []],
+    ]
+    with pytest.raises(ValueError, match=r"Prompt 'prompt-0' has no teacher: its column 'who' is 'd'"):
+        module.prompts_of("teacher_a", [make_trajectory(fields={"who": "d"})])
+
+
+def test_a_prompt_that_does_not_fit_or_fails_names_its_row() -> None:
+    def fails(trajectory: Any) -> Any:
+        raise KeyError("answer")
+
+    rows = [make_trajectory(reward=1.0)]
+    module = make(teacher=None, teacher_prompt=lambda trajectory: [5] * 4 if trajectory.reward else None)
+    assert module.prompts_of("policy", rows) == [[5, 5, 5, 5]]
+    assert [call.inputs for call in module.model_calls()] == [("token_ids", "rewards")]
+    assert make(teacher_prompt=lambda trajectory: None).prompts_of("teacher", rows) == [[]]
+    with pytest.raises(
+        ValueError, match="'prompt-0' has 9999 tokens, which with the policy's make 10001, but the policy's"
+    ):
+        make(teacher=None, teacher_prompt=lambda trajectory: [5] * 9999).prompts_of("policy", rows)
+    with pytest.raises(TrainingError, match="teacher_prompt on prompt 'prompt-0' raised KeyError"):
+        make(teacher_prompt=fails).prompts_of("teacher", rows)

@@ -21,7 +21,7 @@ from tiny import VOCABULARY, float_fields, widened
 from lightrl.experience import Experience
 from lightrl.strategies.single import Form
 
-FORMS: list[Form] = ["rectangles", "shared_keys", "shared_rows", "packed"]
+FORMS: list[Form] = ["rectangles", "shared_rows", "packed"]
 
 
 def with_rows_that_train_nothing(algorithm: str) -> Experience:

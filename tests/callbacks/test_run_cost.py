@@ -42,8 +42,8 @@ def test_hours_tokens_and_price_of_a_run_continue_when_it_resumes(tmp_path, monk
     assert trainer.callback_metrics["cost/price"] == 24
     assert float(trainer.callback_metrics["cost/price_per_million_tokens"]) == 24 / (2 * TOKENS) * 1e6
     assert "The run used 8 device hours for 8 trained tokens, price 24.00." in caplog.messages
+    clock.now += 1e6  # the time after a run is not paid for
     trainer.save_checkpoint(tmp_path / "checkpoint")
-    clock.now += 1e6  # the time between two runs is not paid for
     resumed = fit(tmp_path, RunCost(3.0, num_devices=8), clock, max_epochs=2, ckpt_path=tmp_path / "checkpoint")
     assert resumed.callback_metrics["cost/price"] == 48
     assert resumed.callback_metrics["cost/trained_tokens"] == 4 * TOKENS

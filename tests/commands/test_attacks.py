@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from weak_rewards import by_last_key, crashes_on_nothing, last_number, says_the_answer
 
-from lightrl.commands.doctor.attacks import attack, reference_of
+from lightrl.commands.doctor.attacks import attack, references_of
 from lightrl.commands.main import main
 from lightrl.rewards import ReplayRow, json_schema, math_answer, reasoning_gym, replay
 from lightrl.testing import make_trajectory
@@ -45,7 +45,7 @@ def tried(
     def compute(trajectories: list[Trajectory]) -> list[ReplayRow]:
         return replay(trajectories, reward, repeats=1, search_paths=[str(Path(__file__).parent)])
 
-    table, num_wrong = attack(prompts, [reference_of(prompt, "answer") for prompt in prompts], write, compute)
+    table, num_wrong = attack(prompts, [references_of(prompt, "answer") for prompt in prompts], write, compute)
     return counts(table), num_wrong
 
 
@@ -103,6 +103,27 @@ def test_answers_that_earn_nothing_and_attacks_that_raise_are_counted():
     assert found["the answer of the data"] == "1 of 2"
     assert found["an empty completion"] == "0 of 1, 2 failed"
     assert num_wrong == 1 + 1  # the answer of two words, and "2 or …", which begins with the right one
+
+
+def test_forms_of_the_right_answer_are_no_attack():
+    found, num_wrong = tried("weak_rewards.by_value", [("1 / 2", ["0.50", "1/2"]), ("2 / 4", ["1/2", "0.50"])])
+    assert num_wrong == 0, found
+    assert "the answer cut off" not in found or found["the answer cut off"] == "0 of 1"  # 0.5 is right, 1/ is not
+    assert "another row's answer" not in found
+
+
+def test_an_answer_that_fails_is_not_right_where_nothing_costs_more():
+    found, num_wrong = tried("weak_rewards.fails_on_answers", SUMS[:1])
+    assert found["the answer of the data"] == "0 of 1"
+    assert num_wrong == 1
+
+
+def test_attacks_on_the_reward_of_an_environment_are_refused(settings, config, capsys):
+    retry = {"class_path": "RetryWithFeedback", "init_args": {"reward": "weak_rewards.says_the_answer"}}
+    workflow = {"class_path": "MultiTurn", "init_args": {"environment": retry}}
+    settings["model"]["init_args"].update(workflow=workflow, reward="weak_rewards.says_the_answer")
+    assert main(["doctor", "reward", "--config", config(settings), "--completions", "attacks"]) == 2
+    assert "Attacks need the workflow SingleTurn" in capsys.readouterr().err
 
 
 def test_without_answers_whatever_earns_more_than_nothing_is_shown():

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from parsed import parsed
 
 import lightrl
+from lightrl.commands import convert
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported, silence_irrelevant
 from lightrl.commands.main import COMMANDS, main
@@ -320,28 +321,31 @@ def test_a_command_without_settings_names_what_is_missing(words, capsys):
     assert capsys.readouterr().err == "lightrl: model must be set, in a --config file or as --model.\n"
 
 
-def test_ctrl_c_while_a_command_is_imported_is_one_line(monkeypatch, capsys):
-    def interrupted(name):
+@pytest.mark.parametrize("place", [(importlib, "import_module"), (convert, "run")], ids=["its import", "its run"])
+def test_ctrl_c_in_a_command_is_one_line(place, monkeypatch, capsys):
+    def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "lightrl.commands.convert", raising=False)
-    monkeypatch.setattr(importlib, "import_module", interrupted)
+    if place[0] is importlib:
+        monkeypatch.delitem(sys.modules, "lightrl.commands.convert", raising=False)
+    monkeypatch.setattr(*place, interrupted)
     assert main(["convert", "a.yaml"]) == 130
-    assert capsys.readouterr().err == "lightrl: interrupted before anything started\n"
+    assert capsys.readouterr().err == "lightrl: convert was interrupted\n"
 
 
-def test_the_checkpoint_of_an_interrupted_run_is_named_in_a_sentence_if_it_could_be_written(tmp_path):
+def test_windows_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="Linux and macOS, not on Windows"):
+        importlib.reload(lightrl)
+
+
+def test_lightnings_line_about_a_checkpoint_gives_way_to_ours():
     words = " was raised with message: "
     assert words in inspect.getsource(ModelCheckpoint.on_exception)  # Lightning's own text
-    path = tmp_path / "a.ckpt"
-    text = f"An KeyboardInterrupt{words}            , saved checkpoint to {path}"
-    record = logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None)
+    text = f"An KeyboardInterrupt{words}            , saved checkpoint to a.ckpt"
     silence_irrelevant()
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    assert not logger.filter(record)
-    path.touch()
-    assert logger.filter(record)
-    assert record.getMessage() == f"Saved {path}; --ckpt_path last continues from it."
+    assert not logger.filter(logging.LogRecord("lightning", logging.INFO, "", 0, text, None, None))
 
 
 def test_help_names_each_command_with_a_line(capsys):

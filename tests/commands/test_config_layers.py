@@ -200,6 +200,23 @@ def test_a_setting_in_a_mapping_on_the_command_line_is_not_placed_in_a_file(sett
     text = capsys.readouterr().err
     assert "max_rows (on the command line)" in text
     assert "run.yaml" not in text
+    found = UserSettings.read(["--config", config(settings), "--data.train", "{max_rows: 0}"])
+    assert found.origin("data.init_args.train.max_rows") == " (on the command line)"
+    assert re.fullmatch(r" \(.*run.yaml:\d+\)", found.origin("data.init_args.train.source"))
+    assert re.fullmatch(r" \(.*run.yaml:\d+\)", found.origin("data.init_args.batch_size"))
+
+
+def test_a_later_mapping_keeps_the_other_settings_of_an_object_and_replaces_a_free_mapping(settings, config, capsys):
+    """Here `sampling` has fields, and `config` and `logging` have any keys; `lightrl --help` says so."""
+    settings["logging"] = {"lightrl.rollout": "debug"}
+    later = ["--model.sampling", "{temperature: 0.5}", "--logging", "{lightrl.engines: debug}"]
+    found = parsed("fit", "--config", config(settings), *later, "--model.policy.config.hidden_size", "4")
+    assert (found.model.init_args.sampling.temperature, found.logging) == (0.5, {"lightrl.engines": "debug"})
+    given = settings["model"]["init_args"]
+    assert found.model.init_args.sampling.max_new_tokens == given["sampling"]["max_new_tokens"]
+    assert found.model.init_args.policy.config == given["policy"]["config"] | {"hidden_size": 4}
+    assert main(["--help"]) == 0
+    assert "keeps its other\nsettings; one with any keys" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -255,6 +255,7 @@ def test_hosts_of_torchrun_are_checked_by_scripts_that_the_user_starts(launched,
         scripts = [start(int(number), "bash", path) for number, path in line.findall(written.read_text())]
         assert check.wait(LONGEST_S) == 0, written.read_text()
         assert [script.wait(LONGEST_S) for script in scripts] == [0, 0, 0], written.read_text()
+    assert "--ckpt_path last" not in written.read_text()  # a check does not continue
     assert len(re.findall(r"^node\d +node\d .* 2 of 2 +1 of 1 +gloo .*/s", written.read_text(), re.M)) == 3
 
 

@@ -36,6 +36,16 @@ def test_an_example_needs_no_file_of_the_clone(
                 assert re.search(rf"^(def |class |async def )?{name}\b", code, re.MULTILINE), (path, name)
 
 
+def test_what_needs_more_than_the_package_comes_last_with_its_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(tmp_path / "new")]) == 0
+    _, ready, *others = capsys.readouterr().out.split("\n\n")
+    assert "--config grpo.yaml" in ready
+    assert "Needs" not in ready
+    assert [text for text in others if "sglang_cpu.yaml" in text and text.startswith("  # Needs: ")] == others
+
+
 def test_a_new_folder_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["init", str(tmp_path / "new")]) == 0
     monkeypatch.chdir(tmp_path / "new")

@@ -73,6 +73,14 @@ def test_a_later_config_adds_to_the_policy_as_in_a_run(policy, tmp_path):
     assert parse(files)["model"] == ModelSpec("some/model", dtype="bfloat16")
 
 
+def test_a_later_config_adds_to_the_engine_as_in_a_run(tmp_path):
+    first = {"class_path": "VLLMEngine", "init_args": {"tp": 2, "server_args": {"seed": 3}}}
+    layers = [{"trainer": {"engine": engine}} for engine in (first, {"init_args": {"tp": 4}})]
+    files = [f"--config={write(tmp_path / str(number), json.dumps(layer))}" for number, layer in enumerate(layers)]
+    found = parse(["--model", "m/m", *files])
+    assert (found["engine"], found["tp"], found["server_args"]) == ("vllm", 4, {"seed": 3})
+
+
 def test_an_engine_that_is_only_named_is_the_kind_of_the_servers(tmp_path):
     for name in ("VLLMEngine", "lightrl.engines.VLLMEngine"):
         assert parse(["--model", "m/m", *engine_file(tmp_path / "run.yaml", name)])["engine"] == "vllm"

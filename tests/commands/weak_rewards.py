@@ -27,3 +27,13 @@ def by_last_key(trajectory: Trajectory) -> float:
 
 def crashes_on_nothing(trajectory: Trajectory) -> float:
     return float(trajectory.completion.split()[0] == trajectory.prompt.fields["answer"])
+
+
+def by_value(trajectory: Trajectory) -> float:
+    return float(trajectory.completion in ("0.5", "0.50", "1/2"))
+
+
+def fails_on_answers(trajectory: Trajectory) -> float:
+    if "12" in trajectory.completion:
+        raise RuntimeError("this reward is broken")
+    return -1.0

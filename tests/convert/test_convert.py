@@ -16,6 +16,7 @@ from test_make_model import make_folder
 from lightrl.algorithms import GRPO
 from lightrl.commands import cli
 from lightrl.commands.convert import convert
+from lightrl.commands.launch import Launch
 from lightrl.commands.main import main
 
 SAMPLES = Path(__file__).parent / "areal"
@@ -193,6 +194,7 @@ def test_schedules_of_areal_are_rl_settings_too():
     model = result.settings["model"]["init_args"]
     found = [model[name] for name in ("eps", "lr_decay", "min_lr_ratio", "warmup_iterations")]
     assert (found, result.left) == ([1e-5, "cosine", 0.1, 0.02], {})
+    assert "fraction of the run" in result.notes["actor.optimizer.warmup_steps_proportion"]
 
 
 @pytest.mark.parametrize("kind", [{}, {"lr_scheduler_type": "constant"}, {"lr_scheduler_type": None}], ids=str)
@@ -202,6 +204,48 @@ def test_the_end_of_a_decay_is_dropped_where_the_learning_rate_is_constant(kind)
     settings = result.settings["model"]["init_args"]
     schedule = {name: settings[name] for name in ("lr_decay", "min_lr_ratio") if name in settings}
     assert GRPO("some/model", reward="lightrl.rewards.math_answer", **schedule).min_lr_ratio == 0.0
+
+
+SPEC = {
+    "image": "a.sif",
+    "mount": "/data:/data",
+    "env_vars": {"NCCL_DEBUG": "INFO"},
+    "additional_bash_cmds": ["ulimit -l"],
+}
+CONTAINER = "apptainer exec --nv --bind /data:/data a.sif"
+
+
+@pytest.mark.parametrize(
+    "areal",
+    [
+        {
+            "launcher": {
+                "slurm": {"trainer_image": "a.sif", "inference_server_image": "a.sif", "mount": "/data:/data"},
+                "trainer_env_vars": "NCCL_DEBUG=INFO", "inference_server_env_vars": "",
+            }
+        },
+        actor(scheduling_spec=[{**SPEC, "cpu": 4, "exclude": "node7"}]) | {"rollout": {"scheduling_spec": None}},
+    ],
+    ids=["launcher", "scheduling_spec"],
+)  # fmt: skip
+def test_the_container_and_the_variables_of_a_launch_are_kept(areal):
+    result = convert({"scheduler": {"type": "slurm"}, "cluster": {"n_nodes": 2}, "recover": {"mode": "auto"}, **areal})
+    assert (result.left, result.unknown) == ({}, [])
+    launch = result.settings["launch"]
+    assert (launch["launcher"], launch["nodes"], launch["container"]) == ("slurm", 2, CONTAINER)
+    assert launch["environment"] == {"NCCL_DEBUG": "INFO"}
+    assert "lightrl launch --config … --ckpt_path last" in result.notes["recover.mode"]
+    if "actor" in areal:
+        assert (launch["setup"], launch["options"]) == (["ulimit -l"], {"exclude": "node7"})
+        assert "dropped cpu" in result.notes["actor.scheduling_spec"]
+    Launch(**launch)
+
+
+def test_a_second_container_or_scheduler_has_no_counterpart():
+    images = {"slurm": {"trainer_image": "a.sif", "inference_server_image": "b.sif", "container_type": "none"}}
+    specs = {"actor": {"scheduling_spec": [SPEC]}, "rollout": {"scheduling_spec": [{**SPEC, "image": "b.sif"}]}}
+    result = convert({"scheduler": {"type": "sky"}, "launcher": {**images, "trainer_env_vars": "A=1"}, **specs})
+    assert {*result.left} == {"scheduler.type", "launcher.slurm.inference_server_image", "rollout.scheduling_spec"}
 
 
 def test_another_reference_of_dpo_is_kept_and_microbatches_have_no_counterpart():

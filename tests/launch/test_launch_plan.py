@@ -212,7 +212,12 @@ REFUSED = {
         {"gpus_per_node": 128, "gpu_memory_gb": 16, "ranks": 64, "servers": 1, "tp": 1},
         {"planned": planned(microbatch_tokens=1024, **FRUGAL, engine=SERVERS)}, "a server's GPU needs 15",
     ),
-    "vllm in place of SGLang": ({"allocation": "vllm:d2+d2"}, {"engine": "SGLangEngine"}, "servers of VLLMEngine"),
+    "vllm in place of SGLang": (
+        {"allocation": "vllm:d2+d2"}, {"engine": "SGLangEngine"}, "to VLLMEngine, or its .* to sglang",
+    ),
+    "SGLang in place of vllm": (
+        {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or its .* to vllm",
+    ),
     "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
     "experts and a pipeline": ({"allocation": "megatron:d4p2e2"}, {}, "cannot use e here"),
     "context and a split by tensors": ({"allocation": "fsdp:d4t2c2"}, {}, "cannot use c here"),

@@ -352,13 +352,15 @@ def test_a_server_runs_as_many_trajectories_as_its_memory_holds() -> None:
 
 
 def test_a_server_that_is_too_small_needs_more_gpus() -> None:
-    planned = replace(large(), engine=PlannedEngine("SGLangEngine", "servers"), may_resize_servers=True)
+    planned = replace(large(), engine=PlannedEngine("SGLangEngine", "servers"))
     assert planned.engine is not None
     available_bytes = 0.6 * sum(engine_memory(planned, planned.engine, rows=1))
     found = misfits_of(planned, available_bytes)[-1]
     assert found.where == "a server's GPU"
     assert found.fix == "set trainer.engine's tp to 2"
-    (running,) = misfits_of(replace(planned, may_resize_servers=False), available_bytes)[-1:]
+    (running,) = misfits_of(
+        replace(planned, engine=PlannedEngine("SGLangEngine", "servers", starts_servers=False)), available_bytes
+    )[-1:]
     assert running.fix == "use servers of more GPUs each (tp)"
 
 

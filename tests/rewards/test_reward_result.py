@@ -12,6 +12,9 @@ from reward_functions import trajectory_that
 from lightrl.errors import RewardError
 from lightrl.rewards import RewardResult, environment_reward
 
+# numpy gives text, bytes and dates a `__float__`, and torch raises a RuntimeError for complex tensors
+NOT_REAL = [np.complex64(1 + 2j), np.array(1j), torch.tensor(1j), np.str_("1"), np.bytes_(b"1"), np.timedelta64(1, "s")]
+
 
 @pytest.mark.parametrize(
     "value",
@@ -59,11 +62,12 @@ def test_a_number_that_training_would_overflow_on_is_refused(value):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (None, "its return value is None .NoneType.\\."),
+        (None, "its return value is None .NoneType.: it is not a real number\\."),
         ("1.0", "must return a number"),
         ([1.0], "must return a number"),
-        (np.complex64(1 + 2j), "must return a number"),
-        (np.array([1.0, 2.0]), r"is array\(\[1., 2.\]\) \(ndarray\): only"),
+        *[(value, "it is not a real number") for value in NOT_REAL],
+        (np.array([1.0, 2.0]), r"is array\(\[1., 2.\]\) \(ndarray\): can only convert"),
+        (torch.ones(2), r"is tensor\(\[1., 1.\]\) \(Tensor\): a Tensor with 2 elements"),
         ({}, 'needs the key "reward"'),
         ({"score": 1.0}, r"a dict with \['score'\]"),
         ({"reward": 1.0, "accuracy": None}, "'accuracy' is None"),

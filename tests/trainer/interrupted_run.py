@@ -60,9 +60,9 @@ class Stop(RLCallback):
         deadline = time.monotonic() + STOP_S
         while time.monotonic() < deadline:
             time.sleep(0.01)
-            if trainer.rollout_loop.gate.is_held:
+            if trainer.rollout_loop.gate.is_announced:
                 (self.folder / "held").touch()
-                if self.place == "update":  # Ctrl-C came: the update goes on to its end
+                if self.place == "update":  # the signal came: the update goes on to its end
                     return
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_only
 from rank_scripts import leave
 from resharded_run import weights_of
 from tiny_run import BATCH_SIZE, Digits, TinyGRPO, make_trainer, train
@@ -114,6 +116,33 @@ def resume(folder: Path) -> dict[str, Any]:
     }
 
 
+class RankZeroLogger(DummyLogger):
+    """Has the name of its run on rank 0 only, as W&B's, which gets it from a server."""
+
+    def __init__(self, save_dir: Path, version: str) -> None:
+        super().__init__()
+        self.root, self.given = save_dir, version
+
+    save_dir = property(lambda self: str(self.root))  # type: ignore[assignment]
+    name = property(lambda self: "project")  # type: ignore[assignment]
+    version = property(lambda self: None if rank_zero_only.rank else self.given)  # type: ignore[assignment, attr-defined]
+
+
+def newest(folder: Path) -> dict[str, Any]:
+    """Trains an iteration, then one more from `last`, and validates from a `last` that is not there."""
+    module = TinyGRPO()
+    for number, steps in (("a", 1), ("b", 2)):
+        logger = RankZeroLogger(folder / "online", f"run-{number}")
+        spread = {"devices": 2, "strategy": "FSDP2Strategy", "logger": logger, "enable_checkpointing": True}
+        trainer = train(folder, module, ckpt_path="last", max_steps=steps, **spread)
+    empty = make_trainer(folder / "empty", devices=2, strategy="FSDP2Strategy")
+    try:
+        empty.validate(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
+    except ValueError as error:
+        refusal = str(error)
+    return {"path": str(trainer.ckpt_path), "num_trained": len(module.trained), "refusal": refusal}
+
+
 class DiffersByRank(RLCallback):
     """Rank 1 asks for a filter, after which no rewards would be awaited late, and for another number."""
 
@@ -192,7 +221,7 @@ def main() -> None:
     if sys.argv[2] == "fail":
         fail(folder, int(sys.argv[3]), sys.argv[4])
         return
-    leave({"resume": resume(folder), "configured": configure(folder)}, folder)
+    leave({"newest": newest(folder), "resume": resume(folder), "configured": configure(folder)}, folder)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def assert_continues_from(folder: Path, whole: dict[str, torch.Tensor], num_done
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
-CTRL_C = (signal.SIGINT, 1, "Detected KeyboardInterrupt, attempting graceful shutdown")
+CTRL_C = (signal.SIGINT, 130, "Detected KeyboardInterrupt, attempting graceful shutdown")
 SIGTERM = (signal.SIGTERM, 143, "Received SIGTERM")
 
 
@@ -104,6 +104,7 @@ SIGTERM = (signal.SIGTERM, 143, "Received SIGTERM")
     ("place", "sent", "num_done"),
     [
         pytest.param("update", CTRL_C, 3, id="Ctrl-C in an update, which is done first"),
+        pytest.param("update", SIGTERM, 3, id="SIGTERM in an update, which is done first"),
         pytest.param("rollout", SIGTERM, 2, id="SIGTERM in a rollout"),
         pytest.param("rollout", CTRL_C, 2, id="Ctrl-C in a rollout", marks=pytest.mark.extra),
         pytest.param("validation", CTRL_C, 2, id="Ctrl-C in a validation", marks=pytest.mark.extra),
@@ -117,6 +118,7 @@ def test_a_signal_leaves_a_checkpoint_from_which_the_run_continues(place, sent, 
     run.send(number)
     assert run.exit_code() == code, run.text()
     assert text in run.text()
+    assert ("at the latest after this iteration" in run.text()) is (place == "update")  # said while it lasts
     assert "threads left: []" in run.text()
     assert_continues_from(run.folder, whole, num_done)
 
@@ -127,7 +129,7 @@ def test_a_second_ctrl_c_ends_an_update_at_once_without_a_checkpoint_of_it(start
     run.send(signal.SIGINT)
     run.wait_for("held")
     run.send(signal.SIGINT)
-    assert run.exit_code() == 1, run.text()
+    assert run.exit_code() == 130, run.text()
     assert_continues_from(run.folder, whole, 2)
 
 

@@ -1,5 +1,6 @@
 """A monitored metric that is not logged or never checked is named early, with what was meant."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,13 @@ def built_in(reward: Any = token_reward) -> GRPO:
 def test_a_monitor_with_a_wrong_prefix_is_found_after_one_iteration(monitor: str, near: str, tmp_path: Path) -> None:
     stop = EarlyStopping(monitor, mode="max")
     trainer = make_trainer(tmp_path, limit_val_batches=1.0, callbacks=[stop])
-    with pytest.raises(ValueError, match=rf"EarlyStopping monitors {monitor}, which is not logged\..*{near}"):
+    with pytest.raises(ValueError, match=rf"EarlyStopping monitors {monitor}, which is not logged\..*{near}") as error:
         trainer.fit(built_in(), datamodule=Digits())
+    shown = re.search(
+        r"The closest of (\d+) logged metrics: (.*?)\. docs/reference/metrics.md has all", str(error.value)
+    )
+    assert shown is not None
+    assert len(shown[2].split(", ")) == 8 < int(shown[1])
     assert trainer.global_step == 1
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer, train
 
-from lightrl import HuggingFaceExport, ModelSpec
+from lightrl import HuggingFaceExport, LearningCurve, ModelSpec, Trace, TrajectoryLog
 
 
 @contextlib.contextmanager
@@ -58,6 +58,17 @@ def test_without_a_logger_the_checkpoints_of_a_root_are_for_one_run_at_a_time(tm
             train(tmp_path, enable_checkpointing=True)
         train(tmp_path, enable_checkpointing=False)  # saves nothing
     train(tmp_path, enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("callback", [TrajectoryLog(), LearningCurve(), Trace()], ids=lambda item: type(item).__name__)
+def test_without_a_logger_the_files_of_a_callback_are_for_one_run_at_a_time(callback: Any, tmp_path: Path) -> None:
+    message = f"{type(callback).__name__} in default_root_dir='.*{callback.run_folder_output}' is in use by another run"
+    with held_by_another_run(tmp_path / callback.run_folder_output):
+        with pytest.raises(ValueError, match=message):
+            train(tmp_path, callbacks=callback)
+        train(tmp_path, callbacks=callback, logger=CSVLogger(tmp_path))
+    train(tmp_path, callbacks=callback)
+    assert (tmp_path / callback.run_folder_output).exists()
 
 
 def test_a_validation_beside_a_fit_may_name_its_checkpoints(tmp_path: Path) -> None:

@@ -39,6 +39,13 @@ def test_a_resume_on_two_ranks_repeats_the_run_bit_for_bit(two_ranks: Any) -> No
     assert not [name for name in found["files"] if name.endswith(".part")]
 
 
+def test_all_ranks_continue_from_the_last_checkpoint_that_rank_0_finds_or_refuse_together(two_ranks: Any) -> None:
+    for found in (ranks["newest"] for ranks in two_ranks):
+        assert found["path"].endswith("online/project/run-a/checkpoints/last.ckpt")
+        assert found["num_trained"] == 2
+        assert "has no last*.ckpt of an earlier run. Pass the path of a checkpoint." in found["refusal"]
+
+
 def test_advantages_sees_the_prompt_of_each_trajectory_on_every_rank(two_ranks: Any) -> None:
     prompts, group_ids = two_ranks[0]["resume"]["prompts"], two_ranks[0]["resume"]["group_ids"]
     assert two_ranks[1]["resume"]["prompts"] == prompts
@@ -126,7 +133,7 @@ def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_p
 
 def test_ctrl_c_ends_all_ranks_at_the_same_place_with_a_checkpoint(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "0", "interrupt")
-    assert done.returncode == 1
+    assert done.returncode == 130
     assert [path.is_dir() for path in (tmp_path / "interrupt").iterdir()] == [True] * 2  # the last one too
     assert "Traceback" not in done.stderr
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tiny_run import Digits, TinyGRPO, make_trainer, train
 
 import lightrl
@@ -55,6 +56,25 @@ def test_it_is_there_unless_checkpoints_are_off(tmp_path: Path) -> None:
     assert timed(callbacks=ModelCheckpoint()) == timed(callbacks=TimedCheckpoint()) == 1
     assert timed(enable_checkpointing=False) == 0
     assert timed(fast_dev_run=True) == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SIGTERMException, ZeroDivisionError])
+@pytest.mark.parametrize("interval", [1, 100], ids=["already saved", "saved now"])
+def test_the_checkpoint_that_a_users_callback_saved_is_named_too(
+    error: type[BaseException], interval: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupt(trainer: lightrl.Trainer, *_: object) -> None:
+        if trainer.global_step == 2:
+            raise error
+
+    own = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True, every_n_train_steps=interval)
+    callbacks = [own, LambdaCallback(on_train_batch_start=interrupt)]
+    with pytest.raises((SystemExit, error)), caplog.at_level("INFO", logger="lightrl"):
+        train(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_steps=3)
+    assert [text for text in caplog.messages if text.startswith("Saved")] == [
+        f"Saved {tmp_path / 'last.ckpt'}; --ckpt_path last continues from it."
+    ]
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
 @pytest.mark.parametrize("is_rank_0", [True, False])

@@ -53,6 +53,8 @@ class Trace(RLCallback):
         max_mib: maximum size of one process's files; the oldest iterations are deleted.
     """
 
+    run_folder_output = "trace"  # which two runs must not write at once
+
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
         if not 0 < max_cost <= 1:
             raise ValueError(f"max_cost must be above 0 and at most 1, as a share of the run's time, got {max_cost}.")

@@ -48,13 +48,13 @@ def only(*values: object, else_: str) -> Rule:
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
-def repeats(key: str) -> Rule:
-    """Returns a rule for a key that must equal another one."""
+def repeats(key: str, else_: str = "") -> Rule:
+    """Returns a rule for a key that must equal another one; another value is refused with `else_`."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
             return Outcome()
-        return Outcome(left=f"lightrl has one setting for this and {key}, which differs")
+        return Outcome(left=else_ or f"lightrl has one setting for this and {key}, which differs")
 
     return rule
 
@@ -76,8 +76,60 @@ def run_folder(value: object, areal: Leaves) -> Outcome:
 def nodes(value: int, areal: Leaves) -> Outcome:
     if value == 1:
         return Outcome({"launch.nodes": 1})
-    note = "launch.launcher is slurm, since several hosts need a launcher; torchrun and kubernetes are the others"
+    if areal.get("scheduler.type") in ("slurm", "ray"):
+        return Outcome({"launch.nodes": value})
+    note = "launch.launcher is slurm, since several hosts need a launcher; ray, torchrun and kubernetes are the others"
     return Outcome({"launch.nodes": value, "launch.launcher": "slurm"}, note)
+
+
+def scheduler(kind: str | None, areal: Leaves) -> Outcome:
+    if kind in ("slurm", "ray"):
+        return Outcome({"launch.launcher": kind})
+    return only("local", else_="launch.launcher is local, slurm, ray, torchrun or kubernetes")(kind, areal)
+
+
+def container(image: str | None, kind: object, mount: object) -> JsonObject:
+    """Returns the settings that start each process in an image, as AReaL's Slurm launcher does."""
+    if not image or kind == "none":
+        return {}
+    return {"launch.container": f"apptainer exec --nv{f' --bind {mount}' if mount else ''} {image}"}
+
+
+def image(value: str | None, areal: Leaves) -> Outcome:
+    names = ("container_type", "mount")
+    settings = container(value, *(areal.get(f"launcher.slurm.{name}") for name in names))
+    return Outcome(settings, _IMAGE if settings else "")
+
+
+def variables(text: str | None, areal: Leaves) -> Outcome:
+    def words(value: object) -> set[str]:
+        return {word.strip() for word in str(value or "").split(",")} - {""}
+
+    if words(text) - words(areal.get("launcher.trainer_env_vars", text)):
+        return Outcome(left="a launch has one environment, which launcher.trainer_env_vars sets")
+    pairs = (word.partition("=") for word in sorted(words(text)))
+    return Outcome({f"launch.environment.{name}": value for name, _, value in pairs})
+
+
+def scheduling_spec(value: Any, areal: Leaves) -> Outcome:
+    """Converts one part's `scheduling_spec`, a list with a mapping for each kind of task; all parts share a launch."""
+    first = areal.get("actor.scheduling_spec", value)
+    if value not in (None, first):
+        return Outcome(left="a launch has one container and environment, which actor.scheduling_spec sets")
+    settings: JsonObject = {}
+    dropped: set[str] = set()
+    for spec in value or []:
+        settings |= container(spec.get("image"), spec.get("container_type"), spec.get("mount"))
+        settings |= {f"launch.environment.{name}": str(text) for name, text in (spec.get("env_vars") or {}).items()}
+        settings |= {"launch.setup": spec["additional_bash_cmds"]} if spec.get("additional_bash_cmds") else {}
+        if areal.get("scheduler.type") == "slurm":
+            names = ("nodelist", "exclude", "reservation")
+            settings |= {f"launch.options.{name}": spec[name] for name in names if spec.get(name)}
+        dropped |= {name for name in ("cpu", "mem", "cmd", "srun_additional_args") if spec.get(name)}
+    notes = [_IMAGE] if "launch.container" in settings else []
+    if dropped:
+        notes.append(f"dropped {', '.join(sorted(dropped))}: see launch.options, srun_options and rank_resources")
+    return Outcome(settings, "; ".join(notes))
 
 
 def allocation(text: str, areal: Leaves) -> Outcome:
@@ -288,8 +340,10 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
         steps = areal.get("total_train_steps")
         if not value:
             return Outcome()
-        if steps is None and takes_share:
-            return Outcome({setting: value})
+        if steps is None and takes_share and value < 1:
+            return Outcome(
+                {setting: value}, f"{setting} below 1 is this fraction of the run, not a number of iterations"
+            )
         if steps is None:
             return Outcome(left=f"the data determine the number of steps: set {setting} to this fraction of it")
         return Outcome({setting: round(value * steps)})
@@ -373,7 +427,9 @@ def validation_epochs(value: int | None, areal: Leaves) -> Outcome:
 
 def recover_mode(value: str, areal: Leaves) -> Outcome:
     is_off = value in ("disabled", "off")
-    return Outcome(note="" if is_off else "continue a run with lightrl fit --config … --ckpt_path last")
+    is_launched = any(key.startswith(_LAUNCHED) for key in areal)
+    command = "launch" if is_launched else "fit"
+    return Outcome(note="" if is_off else f"continue a run with lightrl {command} --config … --ckpt_path last")
 
 
 def retries(value: int, areal: Leaves) -> Outcome:
@@ -394,6 +450,10 @@ def switch(setting: str, on: object) -> Rule:
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
+# what makes the converted file one for lightrl launch
+_LAUNCHED = ("allocation_mode", "rollout.backend", "actor.backend", "cluster.n_nodes", "scheduler.", "launcher.")
+_IMAGE = "the image must contain lightrl; with pyxis or enroot, use launch.srun_options instead"
+_ONE_CONTAINER = "a launch has one container, which launcher.slurm.trainer_image sets"
 _PLACEMENT = "launch: places the processes (docs/clusters.md)"
 _NO_COPY = "prompts are text: there is nothing to copy to a GPU or to decode"
 _WANDB = "set it in the environment (WANDB_ENTITY, WANDB_API_KEY, …), or in WandbLogger's dict_kwargs"
@@ -439,8 +499,15 @@ ROWS: dict[str, Rule] = {
     "total_train_epochs": to("trainer.max_epochs"),
     "total_train_steps": to("trainer.max_steps"),
     "total_train_n_seqs": left("runs are measured in iterations: set trainer.max_steps"),
+    "scheduler.type": scheduler,
     "scheduler.*": left(_PLACEMENT),
-    "launcher.*": left(f"{_PLACEMENT}; images are launch.container, shell lines launch.setup"),
+    "launcher.slurm.trainer_image": image,
+    "launcher.slurm.inference_server_image": repeats("launcher.slurm.trainer_image", _ONE_CONTAINER),
+    "launcher.slurm.mount": used_by("launcher.slurm.trainer_image"),
+    "launcher.slurm.container_type": used_by("launcher.slurm.trainer_image"),
+    "launcher.trainer_env_vars": variables,
+    "launcher.inference_server_env_vars": variables,
+    "launcher.*": left(f"{_PLACEMENT}; see launch.options, srun_options and setup"),
     "defaults": left("Hydra composes files; convert the composed one"),
     # Rollouts
     "gconfig.n_samples": to("model.group_size"),
@@ -527,7 +594,7 @@ ROWS: dict[str, Rule] = {
     "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like others"),
     "actor.dynamic_sampling": dynamic,
     "actor.log_agent_stats*": only(False, [], else_="what a reward returns besides `reward` is logged"),
-    "*.scheduling_spec": left(_PLACEMENT),
+    "*.scheduling_spec": scheduling_spec,
     "actor.fsdp.*": left("see FSDP2Strategy"),
     "actor.megatron.*": left("see Parallel3DStrategy"),
     "actor.archon.*": left("see Parallel3DStrategy"),

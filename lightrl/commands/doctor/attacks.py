@@ -40,14 +40,16 @@ class Attempt:
     text: str
 
 
-def attack(prompts: Sequence[Prompt], answers: Sequence[str | None], write: Write, compute: Compute) -> tuple[str, int]:
+def attack(
+    prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], write: Write, compute: Compute
+) -> tuple[str, int]:
     """Attacks a reward on these prompts.
 
     An attack succeeds on a row if its reward is more than half of the way from an empty completion's to the answer's;
     if the reward reports `accuracy`, that is compared instead.
 
     Args:
-        prompts, answers: the data's rows, and what each expects; None where it has no answer.
+        prompts, answers: the data's rows, and what each accepts, the first as the best; () where it has no answer.
         write: makes a trajectory of a prompt and a completion's text.
         compute: computes the rewards of trajectories.
 
@@ -59,16 +61,18 @@ def attack(prompts: Sequence[Prompt], answers: Sequence[str | None], write: Writ
         rows = compute([write(prompts[attempt.row], attempt.text) for attempt in attempts])
         return [row.reward if row.reward is None else row.metrics.get(ACCURACY, row.reward) for row in rows]
 
-    known = [row for row, answer in enumerate(answers) if answer is not None]
+    answers = [[text.strip() for text in accepted] for accepted in answers]
+    known = [row for row, accepted in enumerate(answers) if accepted]
     nothing = [Attempt("an empty completion", row, "") for row in range(len(prompts))]
-    written = [Attempt(GOLD, row, form.format(answers[row])) for form in FORMS for row in known]
+    written = [Attempt(GOLD, row, form.format(answers[row][0])) for form in FORMS for row in known]
     first = values_of([*nothing, *written])  # in one call, since each starts a reward worker
     empty, gold = first[: len(prompts)], first[len(prompts) :]
     by_form = {form: gold[index * len(known) :][: len(known)] for index, form in enumerate(FORMS)}
-    form = max(FORMS, key=lambda form: sum(value or 0.0 for value in by_form[form]))
-    best = dict(zip(known, by_form[form], strict=True))
     lowest = [0.0 if value is None else value for value in empty]
-    right = [row for row in known if (best[row] or 0.0) > lowest[row]]
+    nothing_of = [lowest[row] for row in known]  # what a failure counts as
+    form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], nothing_of)))
+    best = dict(zip(known, map(_or_else, by_form[form], nothing_of), strict=True))
+    right = [row for row in known if best[row] > lowest[row]]
     attempts = [item for row in range(len(prompts)) for item in _attempts(row, prompts, answers, form)]
     values = [*empty, *values_of(attempts)]
     attempts = [*nothing, *attempts]
@@ -76,7 +80,7 @@ def attack(prompts: Sequence[Prompt], answers: Sequence[str | None], write: Writ
     lines: list[tuple[str, str, str]] = []
     missed = [row for row in known if row not in right]
     if known:
-        example = f"{prompts[missed[0]].id}: {form.format(answers[missed[0]])}" if missed else ""
+        example = f"{prompts[missed[0]].id}: {form.format(answers[missed[0]][0])}" if missed else ""
         lines.append((GOLD, f"{len(right)} of {len(known)}", example))
     num_hits = 0
     for name in dict.fromkeys(attempt.name for attempt in attempts):
@@ -92,30 +96,38 @@ def attack(prompts: Sequence[Prompt], answers: Sequence[str | None], write: Writ
     return _table(lines, form if known else None, len(missed), num_hits), len(missed) + num_hits
 
 
-def reference_of(prompt: Prompt, column: str) -> str | None:
-    """Returns the answer that a row expects as text, the first if there are several; None if it has none."""
+def references_of(prompt: Prompt, column: str) -> list[str]:
+    """Returns the answers that a row accepts, as text."""
     value = chat_as_text(prompt.fields.get(column))
-    value = value[0] if isinstance(value, list) and value else value
-    return None if value is None else json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    values = value if isinstance(value, list) else [value]
+    return [
+        json.dumps(item, ensure_ascii=False) if isinstance(item, dict) else str(item)
+        for item in values
+        if item is not None
+    ]
 
 
-def _bound(row: int, best: Mapping[int, float | None], lowest: Sequence[float]) -> float:
-    top = best.get(row)
-    return lowest[row] if top is None else (top + lowest[row]) / 2
+def _or_else(value: float | None, nothing: float) -> float:
+    return nothing if value is None else value
 
 
-def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[str | None], form: str) -> Iterable[Attempt]:
+def _bound(row: int, best: Mapping[int, float], lowest: Sequence[float]) -> float:
+    return (best.get(row, lowest[row]) + lowest[row]) / 2
+
+
+def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], form: str) -> Iterable[Attempt]:
     yield Attempt("the prompt again", row, prompts[row].text(None))
     yield Attempt("a program that exits", row, _PROGRAM)
-    answer = answers[row]
     if form != "{}":
         yield Attempt("the format without an answer", row, form.format(""))
-    if answer is None:
+    if not answers[row]:
         return
-    others = sorted({other for other in answers if other is not None and other.strip() != answer.strip()})
+    answer = answers[row][0]
+    # answers of one value in several forms, such as 0.5 and 1/2, are one only if a row accepts both
+    others = sorted({accepted[0] for accepted in answers if accepted and accepted[0] not in answers[row]})
     wrong = next(iter(others[row % len(others) :]), None) if others else None
     yield Attempt("the answer only in the thinking", row, f"<think>\nIt is {form.format(answer)}\n</think>\n\n")
-    if len(answer) > 1:
+    if len(answer) > 1 and answer[-1].isalnum() and not re.search(r"\.\d*0$", answer):  # 2.50 without its end is 2.5
         whole = form.format(answer)
         yield Attempt("the answer cut off", row, whole[: whole.rindex(answer) + len(answer) - 1])
     if wrong is not None:

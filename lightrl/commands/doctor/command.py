@@ -17,7 +17,7 @@ from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
 from lightrl.commands.console import reported
 from lightrl.commands.doctor import node
-from lightrl.commands.doctor.attacks import attack, reference_of
+from lightrl.commands.doctor.attacks import attack, references_of
 from lightrl.commands.doctor.data import check_data, first_prompts
 from lightrl.commands.doctor.launch import check_launch
 from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
@@ -124,8 +124,14 @@ class _DoctorCLI(LightRLCLI):
             return
         if options.completions == "policy":
             self._show(self._generated(module, prompts, **kwargs), module)
-        if isinstance(module.configure_workflow(), SingleTurn):
-            answers = [reference_of(prompt, column) for prompt in prompts]
+        if not isinstance(workflow := module.configure_workflow(), SingleTurn):
+            name = type(workflow).__name__
+            problem = f"Attacks need the workflow SingleTurn, whose reward reads one completion, got {name}."
+            if options.completions == "attacks":
+                raise UsageError(problem)
+            sys.stdout.write(f"\n{problem}\n")
+        else:
+            answers = [references_of(prompt, column) for prompt in prompts]
             compute = functools.partial(recompute_rewards, module=module, repeats=1)
             table, num_wrong = attack(prompts, answers, functools.partial(_written, module), compute)
             sys.stdout.write(f"\n{table}\n")
@@ -167,7 +173,7 @@ def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> lis
                 f"Prompt {prompt.id!r} has no column {column!r}. Its columns: {', '.join(prompt.fields) or 'none'}. "
                 "Set data.answer_column."
             )
-        trajectories.append(_written(module, prompt, reference_of(prompt, column) or ""))
+        trajectories.append(_written(module, prompt, (references_of(prompt, column) or [""])[0]))
     return trajectories
 
 

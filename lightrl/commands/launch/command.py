@@ -95,12 +95,20 @@ class LaunchedCLI(UnstartedCLI):
             return {"unknown": str(error)}
 
 
-def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memory: JsonMapping | None = None) -> Plan:
+def plan_of(
+    settings: JsonMapping,
+    *,
+    folder: str,
+    is_shown: bool = False,
+    memory: JsonMapping | None = None,
+    is_dry: bool = False,
+) -> Plan:
     """Plans a parsed configuration; raises ValueError if it does not fit.
 
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
         is_shown: whether the plan is shown, not started; hosts not known yet are then called `node1` and so on.
+        is_dry: whether nothing is started afterwards, so that this machine need not have the GPUs.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -111,12 +119,15 @@ def plan_of(settings: JsonMapping, *, folder: str, is_shown: bool = False, memor
     if num_gpus == 0 and facts.assumed:  # as Lightning's `accelerator: auto` does
         facts = replace(facts, on_cpu=True, assumed=NO_GPU)
     elif num_gpus is not None:
-        if not is_shown and num_gpus < (launch.gpus_per_node or 1):
-            raise ValueError(
+        problem = ""
+        if num_gpus < (launch.gpus_per_node or 1):
+            problem = (
                 f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')} on "
                 "this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
             )
-        facts = replace(facts, assumed="")
+        if problem and not (is_shown or is_dry):
+            raise ValueError(problem)
+        facts = replace(facts, assumed=problem)
     try:
         return make_plan(
             launch,
@@ -140,9 +151,9 @@ def launch(args: Sequence[str]) -> int:
     cli = LaunchedCLI(["fit", *words])
     if cli.launched is None:
         raise UsageError("lightrl launch needs a `launch:` section in the YAML, or flags such as --launch.servers 1.")
-    make = functools.partial(plan_of, cli.given, memory=cli.memory_facts())
     root = cli.launched.facts.root
     is_dry = "--dry-run" in args
+    make = functools.partial(plan_of, cli.given, memory=cli.memory_facts(), is_dry=is_dry)
     plan = make(folder=str(Path(root).absolute() / "launch-N"))  # raises any error before a folder is made
     launcher = LAUNCHERS[plan.launch.launcher](plan)
     if not is_dry:
@@ -161,6 +172,8 @@ def launch(args: Sequence[str]) -> int:
     has_started = False
     try:
         launcher.start()
+        if plan.launch.launcher == "torchrun":
+            sys.stdout.write("After a failure, restart all of them, the trainer's with `--ckpt_path last`.\n")
         has_started = True
         is_watched = plan.launch.launcher in ("local", "ray") or "--wait" in args
         return launcher.wait() if is_watched else 0

@@ -292,7 +292,12 @@ def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list
     if layout.servers:
         engine = facts.engine or layout.engine or "SGLangEngine"
         if layout.engine not in (None, engine):
-            raise ValueError(f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}.")
+            backend = {"SGLangEngine": "sglang", "VLLMEngine": "vllm"}.get(engine)
+            other = f", or its backend to {backend}" if backend else ""
+            raise ValueError(
+                f"The allocation has servers of {layout.engine}, but trainer.engine is {engine}. Set trainer.engine to "
+                f"{layout.engine}{other}."
+            )
         if facts.has_urls:
             raise ValueError("trainer.engine has urls of running servers. Remove urls, or set launch.servers: 0.")
         if engine not in ("SGLangEngine", "VLLMEngine"):
@@ -395,7 +400,7 @@ def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
 def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
     """Returns the settings of the section `launch:` that give a run its ranks and servers."""
     policy, engine = run.roles[0], run.engine
-    is_served = engine is not None and engine.place == "servers" and run.may_resize_servers
+    is_served = engine is not None and engine.place == "servers" and engine.starts_servers
     servers, tp = (engine.servers, engine.tp) if engine is not None and is_served else (0, 1)
     needed = run.world if run.shares_gpus else run.world + servers * tp
     settings: JsonObject = {"nodes": max(launch.nodes, -(-needed // (launch.gpus_per_node or NODE_RANKS)))}

@@ -45,7 +45,6 @@ class TorchrunLauncher(Launcher):
         ]
         text = "\n".join(lines)
         sys.stdout.write(f"\nStart all of these now; each writes its log below {self.plan.folder}:\n{text}\n")
-        sys.stdout.write("After a failure, restart all of them, the trainer's with `--ckpt_path last`.\n")
 
     def _scripts(self) -> dict[str, Process]:
         """Returns a script's name and process for each host and role; a host's first rank stands for all its ranks."""

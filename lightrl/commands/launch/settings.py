@@ -320,7 +320,10 @@ def _parse_part(word: str, text: str) -> Part:
         raise _wrong(text, f"{backend!r} is not a backend; choose from {', '.join((*_SERVERS, *_TRAINERS))}")
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
-        raise _wrong(text, f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}")
+        why = f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}"
+        if backend == "fsdp":  # AReaL's strings have e for megatron only, which is FSDP2Strategy here
+            why += f". Write megatron:{match['sizes']}, which lightrl trains with ep of FSDP2Strategy"
+        raise _wrong(text, why)
     return Part(backend, name=match["name"] or match["old_name"], **sizes)
 
 

@@ -197,7 +197,9 @@ class ServerEngine(RolloutEngine):
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
         num = self.source.num or len(self.source.urls or ()) or 1
-        return PlannedEngine(type(self).__name__, "servers", num, self.source.tp, is_block_fp8=self.is_quantized)
+        starts, tp = self.source.urls is None, self.source.tp
+        name, is_block_fp8 = type(self).__name__, self.is_quantized
+        return PlannedEngine(name, "servers", num, tp, is_block_fp8=is_block_fp8, starts_servers=starts)
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         self.delivery.expect_policy(policy, num_versions)

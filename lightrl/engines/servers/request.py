@@ -144,7 +144,9 @@ class CompletionDraft:
                 f"{self.sampling.min_new_tokens}, or did not stop there. Look for a proxy that drops these settings."
             )
         if token_ids:
-            columns = {**(answer.columns if self.sampling.is_truncated else {}), **self._encoded(answer, server)}
+            columns = {**answer.columns, **self._encoded(answer, server)}
+            if not self.sampling.is_truncated:  # likely tokens look like a support
+                columns.pop(SUPPORTS.name, None)
             num_top = self.sampling.topk_logprobs
             if num_top and answer.top is not None and len(answer.top) == len(token_ids):
                 columns |= topk_columns(answer.top, num_top)

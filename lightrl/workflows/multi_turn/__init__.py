@@ -20,9 +20,11 @@ if TYPE_CHECKING:
         Observation,
         RetryWithFeedback,
         Step,
+        as_messages,
         call_environment,
+        checked_metrics,
     )
-    from lightrl.workflows.multi_turn.workflow import MultiTurn
+    from lightrl.workflows.multi_turn.workflow import MultiTurn, answer_or_replay
 
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
 _HOMES = {
@@ -34,10 +36,13 @@ _HOMES = {
     "RetryWithFeedback": "environment",
     "Step": "environment",
     "TurnRenderer": "conversation",
+    "answer_or_replay": "workflow",
+    "as_messages": "environment",
     "call_environment": "environment",
+    "checked_metrics": "environment",
 }
 
 __all__ = ["CheckedStep", "Conversation", "Environment", "MultiTurn", "Observation", "RetryWithFeedback", "Step"]
-__all__ += ["TurnRenderer", "call_environment"]
+__all__ += ["TurnRenderer", "answer_or_replay", "as_messages", "call_environment", "checked_metrics"]
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -2,7 +2,7 @@
 // After a change: python scripts/docs_site/metrics_page.py
 "use strict";
 const METRICS = {
-  "rollout/reward": ["reward", "mean over the iteration's trajectories, without a reward model's scores, which are added in training", "rises over tens of iterations", "read trajectories; check the reward with `lightrl doctor reward`; then the next rows"],
+  "rollout/reward": ["reward", "mean over the iteration's trajectories, without a reward model's scores, which are added in training; `rollout/<metric>/<label>` is of one labeled train source", "rises over tens of iterations", "read trajectories; check the reward with `lightrl doctor reward`; then the next rows"],
   "rollout/reward_std": ["reward", "standard deviation over the trajectories", "above 0", "as for `rollout/zero_variance_fraction`"],
   "rollout/accuracy_fraction": ["fraction", "mean of the metric `accuracy` of reward or workflow", "rises with the reward", "if only the reward rises, the policy exploits the reward: read the trajectories with the highest reward"],
   "rollout/zero_variance_fraction": ["fraction of groups", "groups of two or more whose trajectories all have the same reward and teach nothing", "clearly below 1", "larger `group_size`, easier or harder prompts, partial credit, `DynamicSampling`, or SFT first"],
@@ -24,6 +24,8 @@ const METRICS = {
   "rollout/tokens_per_s": ["tokens/s", "generated tokens ÷ generation time: `time/rollout_s` on-policy, the whole iteration if rollouts overlap the update", "constant per token of length", "more trajectories at once, more servers, or a shorter tail ([speed](../performance.md))"],
   "rollout/turns": ["turns", "completions per trajectory, of an environment or agent", "as the task needs", "if it reaches `max_turns`, raise it or reward short solutions"],
   "rollout/rows": ["rows", "trajectories into which an agent's session was split, where a prompt did not continue the last one", "1, or one per subagent", "the agent rewrites its history: each row is trained on separately"],
+  "rollout/reward_<agent>": ["reward", "mean of one agent's reward with `MultiAgent`, of a role with several agents their mean", "in self-play, the seats' true chances", "a seat that always loses learns little: change the game or the opponents"],
+  "rollout/opponent_fraction": ["fraction", "episodes in which an older version plays (`SelfPlay`)", "near its `fraction`", "below it, opponents fail before the policy has a turn"],
   "rollout/tool_calls": ["calls", "per trajectory, of a `ToolEnvironment`", "as the task needs", "at 0, the prompt or chat template does not offer the tools"],
   "rollout/tool_errors": ["calls", "that failed or could not be parsed, per trajectory", "falls to 0", "read trajectories: names and arguments of tools"],
   "rollout/first_turn_accuracy": ["fraction", "accuracy of the first turn, of `RetryWithFeedback`", "below `rollout/accuracy_fraction`", "if equal, further turns do not help"],
