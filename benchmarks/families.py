@@ -571,7 +571,8 @@ def with_tables(page: str, rows: Sequence[Row]) -> str:
         if exact:
             packed = ", ".join(f"`{row.family}`" for row in exact if row.packed)
             others = ", ".join(f"`{row.family}`" for row in exact if not row.packed)
-            dlogp, error = max(row.max_abs_dlogp for row in exact), max(row.fsdp2_grad_error for row in exact)
+            dlogp = max(row.max_abs_dlogp or 0.0 for row in exact)
+            error = max(row.fsdp2_grad_error or 0.0 for row in exact)
             text += f"| {kind} | {packed} | {others} | {dlogp:.1e} | {error:.1e} |\n"
     why: dict[str, list[str]] = {}
     for row in rows:

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     )
     from lightrl.callbacks import (
         DynamicSampling,
+        EvaluationCommand,
         HuggingFaceExport,
         LearningCurve,
         PrometheusMetrics,
@@ -146,8 +147,7 @@ _NAMES = {
     "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "VLLMEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
         "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
-    "PrometheusMetrics", "RunCost",
-        "PrometheusMetrics", "RunCost"],
+        "PrometheusMetrics", "RunCost", "EvaluationCommand"],
 }  # fmt: skip
 _HOMES = {name: package for package, names in _NAMES.items() for name in names}
 
@@ -161,7 +161,7 @@ __all__ = [
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine",
     "SGLangEngine", "VLLMEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
-    "PrometheusMetrics", "RunCost",
+    "PrometheusMetrics", "RunCost", "EvaluationCommand",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

@@ -136,7 +136,8 @@ class RLModule(TrainedModule):
         validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
-        microbatch_tokens: maximum number of tokens in one forward and backward pass, or one longer row.
+        microbatch_tokens: maximum number of tokens in one forward and backward pass, or one longer row; with several
+            ranks per model also one larger loss unit.
         loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); the minibatch has N trained
             tokens and B trajectories.
         optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
@@ -171,8 +172,9 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit that the loss needs complete: minibatches never split one. If it exceeds microbatch_tokens, its rows go
-    # through the model separately (layouts/pieces.py). With pairs, a group that loses a trajectory is sampled again; a
+    # The unit that the loss needs complete: minibatches never split one. In one process, if it exceeds
+    # microbatch_tokens, its rows go through the model separately (layouts/pieces.py); with several ranks per model, it
+    # is one microbatch. With pairs, a group that loses a trajectory is sampled again; a
     # group that loses a reward after its trajectories were scored is dropped.
     loss_unit: LossUnit = "trajectory"
     # Weight of the value loss relative to the policy loss, if critic and policy share a body.

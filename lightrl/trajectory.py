@@ -204,7 +204,7 @@ class Sampling:
         topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
             `score_centering`; they take 8 bytes each.
         seed: int64; seed and position determine the random number that samples a token. A run sets it for each request.
-        grammar: a structural tag of XGrammar, as JSON, that completions follow; workflows set it for a request.
+        grammar: XGrammar's structural tag, as JSON, which a workflow sets for a request; top_k -1 then keeps 64 tokens.
     """
 
     temperature: float = 1.0
@@ -232,9 +232,8 @@ class Sampling:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
         if not 0 <= self.topk_logprobs <= MAX_SUPPORT:
             raise ValueError(f"topk_logprobs must be from 0 to {MAX_SUPPORT:,}, got {self.topk_logprobs}.")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            bound = f"max_new_tokens={self.max_new_tokens}"
-            raise ValueError(f"min_new_tokens must be between 0 and {bound}, got {self.min_new_tokens}.")
+        if not 0 <= (shortest := self.min_new_tokens) <= self.max_new_tokens:
+            raise ValueError(f"min_new_tokens must be from 0 to max_new_tokens={self.max_new_tokens}, got {shortest}.")
         if self.grammar and self.min_new_tokens:  # a grammar may end earlier
             raise ValueError(f"A grammar needs min_new_tokens=0, got {self.min_new_tokens}.")
 
@@ -252,7 +251,8 @@ class Sampling:
     @property
     def max_support(self) -> int:
         """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
-        return self.top_k if self.top_k != -1 or not self.is_truncated else MAX_SUPPORT
+        most = 64 if self.grammar else MAX_SUPPORT  # unlikely tokens tie, and a grammar may allow all in free text
+        return self.top_k if self.top_k != -1 or not self.is_truncated else most
 
 
 @dataclass(frozen=True)

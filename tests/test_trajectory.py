@@ -161,11 +161,10 @@ def test_sampling_out_of_range_is_refused_by_name(settings: dict[str, Any]) -> N
 
 def test_a_truncated_draw_is_bounded_in_what_it_chooses_from() -> None:
     assert not Sampling(temperature=0, top_p=0.9, top_k=5).is_truncated
-    assert [Sampling(**settings).max_support for settings in ({}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 5})] == [
-        -1,
-        MAX_SUPPORT,
-        5,
-    ]
+    assert Sampling().max_support == -1
+    assert Sampling(top_p=0.9).max_support == MAX_SUPPORT
+    assert Sampling(grammar="{}").max_support == 64
+    assert [Sampling(top_k=5, **settings).max_support for settings in ({"top_p": 0.9}, {"grammar": "{}"})] == [5, 5]
 
 
 def test_another_seed_changes_nothing_else() -> None:

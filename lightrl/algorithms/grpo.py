@@ -155,17 +155,15 @@ class GRPO(RLModule):
         self.advantage_mean = advantage_mean
         self.advantage_std = advantage_std
         self.leave_one_out = leave_one_out
-        weights = ImportanceWeights() if decoupled is True else decoupled or None
-        self.importance_weights = weights  # None: the loss is not decoupled
+        weights = self.importance_weights = ImportanceWeights() if decoupled is True else decoupled or None
         self.reference_kl = reference
         self.kl_coef = 0.0 if reference is None else reference.coef  # PPO may adapt it
         self.entropy_coef = entropy_coef
         self.overlong_penalty = overlong_penalty
         self.reward_shaping = reward_shaping
         self.score_centering = score_centering
-        if score_centering:
-            weighs_tokens = ratio_level == "token" and defines_together(type(self), "token_weights", "policy_loss")
-            check_centering(self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
+        weighs_tokens = ratio_level == "token" and defines_together(type(self), "token_weights", "policy_loss")
+        check_centering(score_centering, self.sampling.topk_logprobs, weights, weighs_tokens, type(self).__name__)
         self.needs_proximal_logprobs = weights is not None and not weights.approximate_proximal
         self.needs_entropy_gradient = entropy_coef != 0
         # Evaluate the equations on one token, so that they reject invalid settings before anything is loaded.

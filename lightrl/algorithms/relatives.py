@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -39,7 +40,8 @@ from lightrl.functional import (
 )
 from lightrl.functional.reduction import LossReduction
 from lightrl.models import ModelSpec, Outputs, Role
-from lightrl.trajectory import Trajectory
+from lightrl.rollout import GroupFilter, RolloutSettings
+from lightrl.trajectory import Group, Trajectory
 
 # What the constructors pass on to GRPO, for type checkers: all but what they fix or give another default.
 
@@ -341,7 +343,8 @@ class GDPO(GRPO):
 
     Args:
         reward_weights: the rewards that count and their weights, by the name in the reward's metrics: of a RewardPart,
-            or of a number that the reward function returns. The reward itself is logged, but not trained on.
+            or of a number that the reward function returns. A trajectory without one of them is dropped as a failed
+            reward. The reward itself is logged, but not trained on.
         kwargs: GRPO's, except its statistics and what changes the one reward.
     """
 
@@ -357,6 +360,19 @@ class GDPO(GRPO):
         super().__init__(policy, advantage_mean="group", advantage_std="group", leave_one_out=False, **kwargs)
         self.reward_weights = reward_weights
         self._keys = tuple(f"reward_part_{name}" for name in reward_weights)
+
+    def configure_rollout(self, settings: RolloutSettings) -> RolloutSettings:
+        """Requires all rewards of each trajectory, and makes DynamicSampling compare them instead of their sum."""
+        names, group_filter = tuple(self.reward_weights), settings.group_filter
+        if isinstance(group_filter, GroupFilter) and group_filter.drop_zero_variance:
+            rule = group_filter.rule
+
+            def drops(group: Group) -> object:
+                rewards = {tuple(item.metrics[name] for name in names) for item in group.trajectories}
+                return "zero_variance" if len(rewards) == 1 else rule is not None and rule(group)
+
+            group_filter = replace(group_filter, drop_zero_variance=False, rule=drops)
+        return replace(settings, reward_metrics=names, group_filter=group_filter)
 
     def model_calls(self) -> list[ModelCall]:
         parts = ModelCall("reward_parts", inputs=("rewards",), outputs=self._keys, run=self._reward_parts)

@@ -21,6 +21,7 @@ from lightrl.columns import TURN_INDICES, TURN_STATES
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Role
+from lightrl.workflows import Workflow
 
 StepGroups = Literal["state", "turn"]
 
@@ -35,9 +36,9 @@ class GiGPO(GRPO):
     A turn's return is its reward plus the discounted rewards of later turns. It is compared with the returns of the
     turns, in trajectories of the same prompt, before which the environment showed the same observation (`state`): what
     the policy did there differs, what it knew of the environment does not. A turn that no other resembles gets only the
-    trajectory's advantage. `step_groups: turn` compares turns with the same index; with `episode_weight: 0`, these are
-    plain returns over turns. The rewards of turns come from `MultiTurn`, with its `discount` at 1, and
-    `lightrl.rewards.environment_reward`.
+    trajectory's advantage, as do tokens of no turn, for example of another source. `step_groups: turn` compares turns
+    with the same index; with `episode_weight: 0`, these are plain returns over turns. The rewards of turns come from
+    `MultiTurn`, with its `discount` at 1, and `lightrl.rewards.environment_reward`.
 
     Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper's observations are texts of the environment;
     here the tokens between two turns are compared, so a template that numbers the turns separates them.
@@ -71,10 +72,16 @@ class GiGPO(GRPO):
             raise ValueError(f"advantage_mean must be 'group' for GiGPO, got {kwargs['advantage_mean']!r}.")
         if kwargs.get("workflow") is None:
             raise ValueError("GiGPO compares the turns of an episode. Set workflow to MultiTurn, or use GRPO.")
+        _check_discount(getattr(kwargs["workflow"], "keywords", {}).get("discount", 1.0))
         super().__init__(policy, **kwargs)
         self.step_weight, self.episode_weight = step_weight, episode_weight
         self.discount = discount
         self.step_groups = step_groups
+
+    def configure_workflow(self) -> Workflow:
+        workflow = super().configure_workflow()
+        _check_discount(getattr(workflow, "discount", 1.0))
+        return workflow
 
     def advantages(self, experience: Experience) -> Tensor:
         try:
@@ -96,7 +103,15 @@ class GiGPO(GRPO):
         steps = group_advantages(returns, groups, std=std, leave_one_out=self.leave_one_out)
         episodes = self.episode_weight * super().advantages(experience)[:, None]
         by_token = self.step_weight * steps[place.clamp(min=0)].to(episodes.dtype)
-        return torch.where(experience["loss_mask"] & in_turn, episodes + by_token, 0.0)
+        return torch.where(experience["loss_mask"], episodes + torch.where(in_turn, by_token, 0.0), 0.0)
+
+
+def _check_discount(discount: float) -> None:
+    if discount != 1:
+        raise ValueError(
+            f"MultiTurn.discount must be 1 with GiGPO, got {discount}: GiGPO itself discounts later turns. Set "
+            "GiGPO's discount instead."
+        )
 
 
 def turns_of(turn_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:

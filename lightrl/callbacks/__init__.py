@@ -17,8 +17,8 @@ Reading order:
     learning_curve.py   the run's curve as a plot
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
-    prometheus.py       the metrics at a port
-    run_cost.py         device hours and their price
+    prometheus.py       the metrics at a port; run_cost.py: device hours and their price
+    evaluation_command.py  programs that evaluate the policy through an OpenAI API
     export.py           the policy as a Hugging Face folder
 
 May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the
@@ -26,6 +26,7 @@ hooks that you need; a test runs it in a real Trainer with FakeEngine.
 """
 
 from lightrl.callbacks.dynamic_sampling import DynamicSampling, PromptCurriculum
+from lightrl.callbacks.evaluation_command import EvaluationCommand
 from lightrl.callbacks.export import HuggingFaceExport
 from lightrl.callbacks.learning_curve import LearningCurve
 from lightrl.callbacks.progress import RolloutProgressBar
@@ -40,4 +41,4 @@ from lightrl.callbacks.weight_sync import WeightSync
 
 __all__ = ["DynamicSampling", "PromptCurriculum", "HuggingFaceExport", "LearningCurve", "RolloutProgressBar"]
 __all__ += ["PrometheusMetrics", "RunCost", "RLCallback", "RolloutMetrics", "StalenessControl", "Trace"]
-__all__ += ["TrajectoryLog", "WeightSync"]
+__all__ += ["TrajectoryLog", "WeightSync", "EvaluationCommand"]

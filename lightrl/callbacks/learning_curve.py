@@ -98,7 +98,7 @@ class LearningCurve(RLCallback):
         held_out: the validation metric to draw; for SFT, `val/token_accuracy_fraction`.
     """
 
-    run_folder_output = "learning_curve.png"  # which two runs must not write at once
+    run_folder_output = "learning_curve.png"  # two runs must not write it at the same time
 
     def __init__(self, constant_baseline: float | None = None, *, held_out: str = HELD_OUT_ACCURACY) -> None:
         check_bounds(0, 1, constant_baseline=constant_baseline)

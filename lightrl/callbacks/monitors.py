@@ -36,8 +36,8 @@ ALWAYS_LOGGED = frozenset(
     }.items()
     for name in names.split()
 )
-LATER = ("staleness/", "sync/", "time/")  # prefixes of metrics that the first iteration may not log yet
-_NUM_SHOWN = 8  # of the logged metrics, in an error
+LATER = ("staleness/", "sync/", "time/", "eval/")  # prefixes of metrics that the first iteration may not log yet
+_NUM_SHOWN = 8  # number of logged metrics that an error lists
 _NEAR = 0.85  # difflib's ratio; 1 for equal names
 
 

@@ -107,10 +107,10 @@ class PrometheusMetrics(RLCallback):
                 gauge.add_metric([name], value)
             yield gauge
 
-    def _keep(self, trainer: L.Trainer, **more: float) -> None:
+    def _keep(self, trainer: L.Trainer, **extra: float) -> None:
         if self._close is not None:
             logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self._values = {**self._values, **logged, "lightrl_iteration": float(trainer.global_step), **more}
+            self._values = {**self._values, **logged, "lightrl_iteration": float(trainer.global_step), **extra}
 
     def _checked(self, registry: CollectorRegistry) -> Any:
         """Returns the WSGI application, which answers only requests with the token."""

@@ -77,12 +77,12 @@ class RunCost(RLCallback):
         hours = self._hours_before
         if self._started_s is not None:
             hours += (time.monotonic() - self._started_s) / 3600 * self._num_paid
-        found = {"cost/device_hours": hours, "cost/trained_tokens": float(self._num_tokens)}
+        costs = {"cost/device_hours": hours, "cost/trained_tokens": float(self._num_tokens)}
         if self.price_per_device_hour is not None:
-            found["cost/price"] = hours * self.price_per_device_hour
+            costs["cost/price"] = hours * self.price_per_device_hour
             if self._num_tokens:
-                found["cost/price_per_million_tokens"] = found["cost/price"] / self._num_tokens * 1e6
-        return found
+                costs["cost/price_per_million_tokens"] = costs["cost/price"] / self._num_tokens * 1e6
+        return costs
 
     def _stop(self) -> None:
         """Ends the time that is paid for; a later `fit` adds its own."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightrl.callbacks.rl_callback import RLCallback
+from lightrl.callbacks.staleness import StalenessControl
 from lightrl.checks.bounds import check_bounds
 from lightrl.engines import LocalEngine
 from lightrl.models.chat_template import with_stop_tokens
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from lightrl.engines import Completion
     from lightrl.module import RLModule
     from lightrl.rollout.rl_trainer import RLTrainer
+    from lightrl.trajectory import Prompt
 
 _BUCKET_BYTES = 1 << 28
 
@@ -30,8 +32,8 @@ class SelfPlay(RLCallback):
 
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
     decodes in this process, with a second copy of the policy. Its tokens are not in the trajectories, so they are never
-    trained on. Checkpoints contain the pool, so a run resumes bit for bit (on-policy, on a CPU); each version has the
-    size of the exported weights. Off-policy, episodes in progress continue with the next iteration's opponent.
+    trained on. Checkpoints contain the pool, so a run resumes bit for bit (on a CPU); each version has the size of
+    the exported weights. Rollouts must be on-policy (`max_staleness: 0`).
 
     Args:
         every_n_iterations: how often the current version joins the pool; the initial version is its first.
@@ -47,23 +49,33 @@ class SelfPlay(RLCallback):
         self._engine: LocalEngine | None = None
         self._is_restored = False
 
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if getattr(pl_module, "workflow_workers", 0):
+            raise ValueError("SelfPlay decodes in this process. Set workflow_workers to 0.")
+        for control in trainer.callbacks:
+            if isinstance(control, StalenessControl) and control.max_staleness:
+                raise ValueError(
+                    f"SelfPlay needs max_staleness=0, got {control.max_staleness}: off-policy, episodes start before "
+                    "their opponent is chosen. Remove StalenessControl, or set its max_staleness to 0."
+                )
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        workflows: list[MultiAgent] = []
         if trainer.rollout.workflow is not None:  # on rank 0
-            workflow = next(
-                (item for item in _workflows(trainer.rollout.workflow) if isinstance(item, MultiAgent)), None
-            )
-            if workflow is None:
-                raise ValueError("SelfPlay needs the workflow MultiAgent, whose agents it plays. Set model.workflow.")
-            if trainer.rollout.settings.workflow_workers:
-                raise ValueError("SelfPlay decodes in this process. Set workflow_workers to 0.")
+            workflows = [item for item in _workflows(trainer.rollout.workflow) if isinstance(item, MultiAgent)]
+        if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
+            raise ValueError("SelfPlay needs the workflow MultiAgent, whose agents it plays. Set model.workflow.")
+        if workflows:
             self._engine = LocalEngine(record_routes=False)
             self._engine.place([pl_module.device])
             self._engine.start(pl_module.policy_config)
             sampling = with_stop_tokens(pl_module.sampling, pl_module.stop_token_ids())
-            run_seed, engine = trainer.rollout.run_seed, self._engine
+            run_seed, engine, root = trainer.rollout.run_seed, self._engine, trainer.rollout.workflow
 
-            async def play(session: str, turn: int, token_ids: list[int], max_new_tokens: int) -> Completion:
-                longest = min(sampling.max_new_tokens, max_new_tokens)
+            async def play(
+                prompt: Prompt, session: str, turn: int, token_ids: list[int], max_new_tokens: int
+            ) -> Completion:
+                longest = min(root.sampling_of(prompt, sampling).max_new_tokens, max_new_tokens)
                 seed = sampling_seed(run_seed, f"opponent/{session}", turn)
                 request = replace(
                     sampling, seed=seed, max_new_tokens=longest, min_new_tokens=min(sampling.min_new_tokens, longest)
@@ -76,10 +88,11 @@ class SelfPlay(RLCallback):
                 is_chosen = not session.startswith("validation:") and number / 2**63 < self.fraction
                 return roles[sampling_seed(run_seed, f"role/{session}", 0) % len(roles)] if is_chosen else None
 
-            workflow.opponent, workflow.seat = play, seat
         if not self._is_restored:
             self._save(trainer, pl_module, trainer.weight_version)
         self._choose(trainer, trainer.weight_version)
+        for workflow in workflows:  # last, because an opponent needs weights
+            workflow.invite(play, seat)
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         if weight_version % self.every_n_iterations == 0:

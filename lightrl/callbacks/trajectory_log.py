@@ -69,7 +69,7 @@ class TrajectoryLog(RLCallback):
             forward on every rank. Logprobs that the update needs anyway are always written.
     """
 
-    run_folder_output = "trajectories"  # which two runs must not write at once
+    run_folder_output = "trajectories"  # two runs must not write it at the same time
 
     def __init__(
         self,

@@ -12,9 +12,11 @@ ENTRY_POINTS = {
     "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
-    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # of trajectories of several agents
+    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # for trajectories of several agents
+    "agent check": "lightrl.algorithms.agents.check_agents",  # refuses what has no advantages per agent
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # names mistyped metrics in callbacks
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # says what takes most of an iteration
+    "intervals": "lightrl.commands.intervals.interval_lines",  # pass@k, printed after validate and test
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine

@@ -13,11 +13,11 @@ class _Rewards(Column):
     comes_with_reward: ClassVar[bool] = True
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Puts the whole reward on the last loss token."""
+        """Puts the whole reward on the last loss token; NaN for agents, because one number is not a reward for each."""
         rewards = [0.0] * len(trajectory.token_ids)
         last = max((index for index, trains in enumerate(trajectory.loss_mask) if trains), default=None)
         if last is not None:
-            rewards[last] = float(trajectory.reward or 0.0)
+            rewards[last] = float("nan") if "agents" in trajectory.columns else float(trajectory.reward or 0.0)
         return self.array(rewards)
 
 

@@ -6,10 +6,11 @@ Reading order:
     config_layers.py  settings and their origins; config_errors.py: reads flags, and explains a wrong setting
     console.py        log lines and errors on stderr, exit codes
     setting_help.py   help of a command or a setting; unused_settings.py: names settings without effect
+    intervals.py      confidence intervals of pass@k, after validate and test
     init.py           writes an example into a folder
     plan.py           shows the calls of an iteration, batch sizes and memory, and what to change if memory is too small
     doctor/           checks a run before it starts, its data and its reward
-    serve.py          starts SGLang or vLLM servers in the foreground
+    serve.py          starts SGLang or vLLM servers in the foreground, or serves a policy for evaluation
     launch/           starts ranks and servers on one machine or many
     status.py         shows what a run and its launch are doing
     inspect/          shows runs in the browser, or exports them as one file

@@ -222,6 +222,12 @@ class LightRLCLI(LightningCLI):
         lines = [] if is_listed else [f"Run folder: {folder}", *contents(folder)]
         self.trainer.print("\n".join([*lines, f"lightrl inspect {folder}"]))
 
+    def after_validate(self) -> None:
+        if lines := entry_point("intervals")(self.trainer.callback_metrics):
+            self.trainer.print(lines)
+
+    after_test = after_validate
+
     def predict(self, **kwargs: Any) -> None:
         """Writes the trajectories of an RLModule to a file in the run's folder, one per line."""
         writer = _PredictionFile()

@@ -109,6 +109,8 @@ class UserSettings:
 
     def origin(self, path: str) -> str:
         """Returns the origin of this path or of its nearest parent with a known one, such as ` (run.yaml:22)`."""
+        if path.endswith(".init_args") and path in self.origins:
+            return self.origins[path]
         named = [item for item in self.origins.items() if not item[0].endswith(".init_args")]
         origins = {name.replace(".init_args", ""): at for name, at in named}  # flags may leave out `init_args`
         path = path.replace(".init_args", "")

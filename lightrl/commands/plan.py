@@ -160,8 +160,13 @@ class PlanCLI(LaunchedCLI):
         if not found:
             reason = "no layout fits" if self._device_bytes() else "it needs --gpu_memory_gb to find a layout that fits"
             raise UsageError(f"--write {path}: {reason}. Nothing was written.")
+        best = found[0].run
+        settings = settings_of(best, run)
+        if self.launched is None and self.config[self.config.subcommand].trainer.devices in ("auto", -1, "-1"):
+            ranks = {"devices": best.world // best.num_nodes, "num_nodes": best.num_nodes}
+            settings["trainer"] = {**ranks, **settings.get("trainer", {})}  # not those of the machine that runs it
         head = "# Settings of lightrl plan, for a further --config after the run's. Not run.\n"
-        Path(path).write_text(head + yaml.safe_dump(settings_of(found[0].run, run), sort_keys=False))
+        Path(path).write_text(head + yaml.safe_dump(settings, sort_keys=False))
 
     def _planned(self, *, reads_models: bool) -> PlannedRun:
         run = planned(self.model, self.trainer, self.datamodule, reads_models=reads_models)

@@ -1,4 +1,7 @@
-"""lightrl serve: runs servers in the foreground, for a run on another machine or for several runs in succession."""
+"""lightrl serve: runs servers in the foreground, for a run on another machine or for several runs in succession.
+
+`lightrl serve --policy` serves a trained policy from this process instead, to tools that evaluate it.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from lightrl.commands.config_layers import ClassOrText, UsageError, UserSettings
 from lightrl.commands.console import reported
 from lightrl.concurrency.in_thread import call_all
 from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
+from lightrl.engines import LocalEngine
 from lightrl.engines.servers.addresses import RECEIVER_VARIABLE, TOKEN_VARIABLE
 from lightrl.engines.servers.processes.keeper import end_all, keep, start_all
 from lightrl.engines.servers.processes.model_process import ModelProcess
@@ -36,8 +40,9 @@ from lightrl.engines.sglang import SGLangProcess
 from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec, Role
-from lightrl.trajectory import JsonMapping
-from lightrl.weights import block_fp8
+from lightrl.models.chat_template import stop_token_ids, with_stop_tokens
+from lightrl.trajectory import JsonMapping, Sampling
+from lightrl.weights import Bucket, block_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,6 +60,7 @@ examples:
   lightrl serve --config run.yaml --servers 2 --tp 2
   lightrl serve --model Qwen/Qwen3-0.6B --port 30000 --server_args.mem_fraction_static 0.7
   lightrl serve --model Qwen/Qwen3-0.6B --engine vllm
+  lightrl serve --policy last.ckpt    a policy for evaluation, without SGLang; see lightrl serve --policy --help
 
 Start the run with LIGHTRL_SERVER_ADDRS, LIGHTRL_SERVER_TOKEN and `--trainer.engine` as printed. The run loads its
 weights into the servers before its first request.
@@ -183,6 +189,76 @@ def usage(
     return "\n".join([*lines, "Ctrl-C stops the servers.\n"])
 
 
+def serve_policy(
+    policy: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    until: threading.Event | None = None,
+    write: Callable[[str], object] = sys.stdout.write,
+) -> None:
+    """Serves a policy's completions and chats, with logprobs, as an OpenAI API, and stops on Ctrl-C.
+
+    LocalEngine generates in this process. For servers, export the checkpoint, and run `lightrl serve --model FOLDER`.
+
+    Args:
+        policy: a checkpoint, an exported folder, a hub name, or the YAML of a run, whose untrained policy is served.
+        host: address to listen on; with the default only this machine can connect.
+        port: 0 for any.
+        token: what requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
+        until: an event that ends it; if None, only Ctrl-C and SIGTERM do.
+        write: called with the text to print.
+
+    Raises:
+        ValueError: if there is no such policy. RolloutError: if the port cannot be opened.
+    """
+    from lightrl.models.images import ImageReader
+    from lightrl.workflows.agent_workflow import PolicyAccess, serving_policy
+    from lightrl.workflows.multi_turn import TurnRenderer
+
+    token = usable_token(token or os.environ.get(TOKEN_VARIABLE))
+    with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-policy-"), ignore_cleanup_errors=True) as scratch:
+        spec = _spec_of_policy(policy, Path(scratch) / "exported")
+        model, tokenizer = spec.load_model(), spec.load_tokenizer()
+        engine = LocalEngine()
+        engine.expect_policy(model, num_versions=1)
+        try:
+            engine.start(model.config)
+            engine.load_weights([Bucket(dict(model.named_parameters()), is_last=True)], weight_version=0)
+            context = engine.max_context or 2**31
+            sources = stop_token_ids(model, tokenizer, Sampling())
+            renderer = TurnRenderer(tokenizer, ImageReader.of(model.config))
+            renderer.end_token_ids.update(*sources.values())
+            sampling = with_stop_tokens(Sampling(max_new_tokens=context), sources)
+            access = PolicyAccess(engine, renderer, sampling, context)
+            with serving_policy(access, host=host, port=port, key=token) as (url, key):
+                lines = [f"Ready: {policy} as model 'policy'", f"  export OPENAI_BASE_URL={url}"]
+                lines += [f"  export OPENAI_API_KEY={key}", "Ctrl-C stops it.\n"]
+                if host not in _LOOPBACK:
+                    lines.insert(-1, "Other machines can connect, without TLS.")
+                write("\n".join(lines))
+                (until or threading.Event()).wait()
+        finally:
+            engine.close()
+
+
+def _spec_of_policy(policy: str, exported: Path) -> ModelSpec:
+    """Returns the policy of a run's YAML, a folder or a hub name; exports that of a checkpoint first."""
+    from lightrl.commands.export import export_checkpoint
+
+    path = Path(policy)
+    if path.suffix in (".yaml", ".yml"):
+        model = _section(UserSettings.read(["--config", policy]), "model", "init_args").get("policy")
+        if model is None:
+            raise UsageError(f"{policy} must have model.init_args.policy.")
+        return model_of(model)
+    if path.exists() and not (path / "config.json").exists():
+        export_checkpoint(path, exported, merged=True)
+        return ModelSpec(str(exported))
+    return ModelSpec(policy)
+
+
 def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
     """Makes a model folder for servers, without end tokens in its config; it has weights if `model` has a path."""
     if model.path is None:
@@ -230,7 +306,7 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
         engine = _section(content, "trainer").get("engine")
         engine = {"class_path": engine} if isinstance(engine, str) else engine
         if isinstance(engine, dict):
-            kind = settings.get("engine")  # of an earlier file, to whose engine this one may add
+            kind = settings.get("engine")  # from an earlier file; this one may add settings to it
             if kind is None or "class_path" in engine:
                 kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
             if kind is None:
@@ -305,11 +381,29 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     policy = values.pop("model") or policy
     if policy is None:
         raise ValueError("lightrl serve needs a model. Add --model PATH, or --config with model.init_args.policy.")
-    file = values.pop("token_file")
+    token = _token_of(values.pop("token_file"))
+    return {**values, "model": model_of(policy), "token": token}
+
+
+def parse_policy(args: Sequence[str]) -> dict[str, Any]:
+    """Returns the arguments of `serve_policy` from a command line."""
+    parser = argparse.ArgumentParser(
+        prog="lightrl serve", description=str(serve_policy.__doc__).partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("--policy", required=True, help="a checkpoint, an exported folder, a hub name or a run's YAML")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=0, help="0, the default, for any")
+    parser.add_argument("--token_file", type=Path, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or random")
+    values = vars(parser.parse_args(list(args)))
+    token = _token_of(values.pop("token_file"))
+    return {**values, "token": token}
+
+
+def _token_of(file: Path | None) -> str | None:
     token = os.environ.get(TOKEN_VARIABLE) if file is None else file.read_text().strip()
     if file is not None and not token:
         raise ValueError(f"--token_file={file} is empty. Write the token into it.")
-    return {**values, "model": model_of(policy), "token": token}
+    return token
 
 
 def _with_value(arg: str, following: str) -> str:
@@ -322,12 +416,13 @@ def run(args: Sequence[str]) -> int:
     """Runs `lightrl serve ARGS`; returns 0 after Ctrl-C or SIGTERM, 1 if a server failed, 2 for wrong arguments."""
 
     def command(callbacks: Sequence[object]) -> int:
-        settings = parse(args)
+        is_policy = any(arg.partition("=")[0] == "--policy" for arg in args)
+        settings = parse_policy(args) if is_policy else parse(args)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            serve(**settings)
+            (serve_policy if is_policy else serve)(**settings)
         except KeyboardInterrupt:
-            sys.stderr.write("Stopped the servers.\n")
+            sys.stderr.write("Stopped serving.\n" if is_policy else "Stopped the servers.\n")
         return 0
 
     return reported(command)

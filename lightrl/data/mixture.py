@@ -68,8 +68,11 @@ class DataSource:
         if not self.source.strip():
             raise ValueError(f"The source of data must be a file, a hub name or a function, got {self.source!r}.")
         check_bounds(1, max_rows=self.max_rows, shuffle_buffer=self.shuffle_buffer)
-        if self.task is not None and not self.label:
-            raise ValueError(f"The data source {self.source!r} has a task, so it needs a label, which metrics name.")
+        if self.task is not None and (not self.label or self.label.isdecimal()):  # a number is an index of a source
+            raise ValueError(
+                f"The data source {self.source!r} has a task, so it needs a label, which metrics name and which is not "
+                f"a number, got {self.label!r}."
+            )
         if not self.streaming:
             check_effect("without streaming", shuffle_buffer=(self.shuffle_buffer, 10_000))
         if not 0 < self.weight < float("inf"):

@@ -211,7 +211,13 @@ class PromptDataModule(L.LightningDataModule):
             if len({source.weight for source in sources}) > 1:
                 problem = "The sources' weights have no effect: id %r of make_prompts has no label. Begin it with %r."
                 logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
-            sources, indices = [DataSource("make_prompts")], [list(range(len(prompts)))]
+            if len(sources) > 1 and (bare := [item.id for item in prompts if not item.source]) and self.tasks:
+                raise ValueError(
+                    f"The sources have tasks, so ids of make_prompts must begin with {prefixes[0]!r} or "
+                    f"another source's label, got {bare[0]!r}. Change the id, or set the prompt's source."
+                )
+            label = sources[0].label if len(sources) == 1 else None
+            sources, indices = [DataSource("make_prompts", label=label)], [list(range(len(prompts)))]
         return [
             IndexedRows(
                 replace(source, columns={}), split, prompts, used=used, name_row=lambda n: f"Prompt {prompts[n].id!r}"
@@ -304,14 +310,16 @@ class PromptDataModule(L.LightningDataModule):
 
     def _prompts_of(self, parts: Sequence[SourceRows], prompt_of: PromptOf) -> RowPrompts:
         module = self.trainer.lightning_module if self.trainer is not None else None
-        labels = {part.source.label for number, part in enumerate(parts) if part.source.label != str(number)}
+        labels = {
+            part.source.label for number, part in enumerate(parts) if part.source.label not in (None, str(number))
+        }
         checks = {label: ReferenceCheck(task.reward) for label, task in self.tasks.items() if task.reward is not None}
         default_check = ReferenceCheck(getattr(module, "reward_source", None))
 
         def make_and_check(located: LocatedRow) -> Prompt | None:
             if (prompt := prompt_of(located)) is None:
                 return None
-            if located.source.label in labels:
+            if located.source.label in labels and prompt.source is None:
                 prompt = replace(prompt, source=located.source.label)
             check = checks.get(prompt.source or "", default_check)
             try:

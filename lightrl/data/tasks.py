@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.printable import count_text
 from lightrl.rewards import RewardPart, RewardResult, RewardWorker
 from lightrl.rewards.parts import parts_of
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """What applies to the prompts of one source; None uses the module's setting.
+    """The settings for the prompts of one source; None uses the module's setting.
 
     Args:
         workflow: as the module's `workflow`: the source's turns, environment, tools or agent.
@@ -62,7 +63,10 @@ class Tasks(dict[str, Task]):
         return {label: task.group_size for label, task in self.items() if task.group_size is not None}
 
     def check(self, module: Any) -> None:
-        """Raises ValueError if a task does not fit the module; called before a model is built."""
+        """Raises ValueError if a workflow or task does not fit the module; called before a model is built."""
+        workflows = (module.workflow, *(task.workflow for task in self.values()))
+        if any(getattr(class_of(workflow), "has_agents", False) for workflow in workflows):
+            entry_point("agent check")(module)
         sampling, overlong = module.sampling, getattr(module, "overlong_penalty", None)
         for label, task in self.items():
             name, size, limit = f"of source {label!r}", task.group_size, task.max_new_tokens

@@ -86,6 +86,7 @@ class RolloutEngine(ABC):
     threads: int | None = None  # number of threads that decode in this process, set by `start`
     continues_completions: ClassVar[bool] = False  # `generate` accepts `started`, and `unfinished` is implemented
     can_drop_replicas: ClassVar[bool] = False
+    reads_prompts: ClassVar[bool] = False  # `log_probabilities` is implemented
     returns_topk: ClassVar[bool] = False  # completions may have the sampler's most likely tokens (columns/topk.py)
     probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
     reads_grammars: bool = False  # samples only tokens that `Sampling.grammar` allows
@@ -114,8 +115,7 @@ class RolloutEngine(ABC):
                 f"but {type(self).__name__} does not. Use LocalEngine, SGLangEngine or VLLMEngine, or set it to 0."
             )
         if sampling.grammar and not self.reads_grammars:
-            tokenizer = "server_args: {tokenizer_path: ...}"
-            raise ValueError(f"{type(self).__name__} has no grammar. SGLang and vLLM have one, with {tokenizer}.")
+            raise ValueError("The engine has no grammar. Servers need server_args.tokenizer_path (vLLM: tokenizer).")
 
     def check_workers(self, num: int) -> None:
         """Raises ValueError if `num` workflow workers cannot send requests themselves; see `open_to_workers`."""
@@ -264,6 +264,10 @@ class RolloutEngine(ABC):
         cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}
+
+    def log_probabilities(self, token_ids: list[int]) -> torch.Tensor:
+        """Returns the log probabilities [T - 1, V] of the token after each token but the last."""
+        raise NotImplementedError
 
     def dtypes(self) -> set[str]:
         """Returns the torch names of the dtypes used for weights and computation; they set the probe's tolerance."""

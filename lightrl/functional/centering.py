@@ -80,22 +80,26 @@ def clipped_weights(
     return ratio.where(~clipped, 0.0)
 
 
-def check_centering(topk: int, weights: ImportanceWeights | None, weighs_tokens: bool, algorithm: str) -> None:
-    """Raises ValueError if scores cannot be centered, or if that would change nothing.
+def check_centering(
+    is_centered: bool, topk: int, weights: ImportanceWeights | None, weighs_tokens: bool, algorithm: str
+) -> None:
+    """Raises ValueError if scores cannot be centered, or if centering or the tokens for it would change nothing.
 
     Args:
         topk: number of tokens whose logprobs the sampler returns.
         weights: bounded importance weights, if there are any.
         weighs_tokens: whether the algorithm's weight of each token depends on that token's ratio alone.
     """
+    if not is_centered:
+        check_effect("without score_centering", **{"sampling.topk_logprobs": (topk, 0)})
+        return
     if not topk:
-        raise ValueError(
-            "score_centering needs the logprobs of the engine's most likely tokens. Set sampling.topk_logprobs, for "
-            "example to 64."
-        )
+        raise ValueError("score_centering needs the engine's most likely tokens. Set sampling.topk_logprobs to 64.")
+    if weights is not None and weights.approximate_proximal:
+        raise ValueError("score_centering needs exact proximal logprobs: leave out decoupled.approximate_proximal.")
     if weights is not None and weights.cap is None and weights.floor is None:
         check_effect("with unbounded importance weights", score_centering=(True, False))
-    if not weighs_tokens or (weights is not None and (weights.level != "token" or weights.aggregation is not None)):
+    if not weighs_tokens or (weights is not None and (weights.level, weights.aggregation) != ("token", None)):
         raise ValueError(
             f"score_centering needs a weight that depends on each token's ratio alone, which {algorithm} with these "
             "settings does not have. Use GRPO with ratio_level and decoupled.level 'token', or leave it out."

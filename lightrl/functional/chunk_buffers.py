@@ -8,12 +8,14 @@ Shapes: n positions of a chunk, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 
 class ChunkBuffers:
-    """Two tensors [n, V] in float32, or float64 for float64, and one for logits if their dtype is smaller.
+    """Two tensors [n, V] in float32, or float64 for float64, the second once it is used; one for smaller logits.
 
     Args:
         chunk_tokens: the largest n.
@@ -22,7 +24,7 @@ class ChunkBuffers:
 
     def __init__(self, chunk_tokens: int, weight: Tensor) -> None:
         shape, dtype = (chunk_tokens, weight.shape[0]), torch.promote_types(weight.dtype, torch.float32)
-        self._first, self._second = (weight.new_empty(shape, dtype=dtype) for _ in range(2))
+        self._first = weight.new_empty(shape, dtype=dtype)
         self._logits = self._first if dtype == weight.dtype else weight.new_empty(shape)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,7 +34,14 @@ class ChunkBuffers:
             return torch.mm(hidden, weight.T, out=out)
         return torch.addmm(bias, hidden, weight.T, out=out)
 
-    def of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns two tensors for results from these logits; the first is `logits` itself if they have its dtype."""
-        first, second = (buffer[: logits.shape[0]] for buffer in (self._first, self._second))
-        return logits if self._logits is self._first else first, second
+    @functools.cached_property
+    def _second(self) -> Tensor:
+        return torch.empty_like(self._first)
+
+    def first(self, logits: Tensor) -> Tensor:
+        """Returns a tensor for results from these logits, which is `logits` itself if they have its dtype."""
+        return logits if self._logits is self._first else self._first[: logits.shape[0]]
+
+    def second(self, logits: Tensor) -> Tensor:
+        """Returns another tensor for results from these logits."""
+        return self._second[: logits.shape[0]]

@@ -246,7 +246,7 @@ def hidden_topk(
         buffers = ChunkBuffers(min(hidden.shape[0], chunk_tokens), weight)
         for chunk in chunks(hidden.shape[0], chunk_tokens):
             logits = buffers.logits(hidden[chunk], weight, bias)
-            parts.append(_largest(logits, num, num_ids, mask_of(mask, chunk), buffers.of(logits)[0]))
+            parts.append(_largest(logits, num, num_ids, mask_of(mask, chunk), buffers.first(logits)))
     return torch.cat(parts)
 
 
@@ -344,7 +344,7 @@ def _distribution(
     logits: Tensor, temperature: float, mask: Mask | None, buffers: ChunkBuffers | None = None
 ) -> tuple[Tensor, Tensor]:
     """Turns logits [N, V] of any dtype into (log-probabilities, probabilities), in the buffers if given."""
-    probabilities, log_probabilities = (None, None) if buffers is None else buffers.of(logits)
+    probabilities, log_probabilities = (buffers.first(logits), buffers.second(logits)) if buffers else (None, None)
     scores = masked_scores(logits, temperature, mask, probabilities)
     log_probabilities = torch.log_softmax(scores, dim=-1, out=log_probabilities)
     return log_probabilities, torch.exp(log_probabilities, out=probabilities)

@@ -270,7 +270,7 @@ class CheckpointConnector(_CheckpointConnector):
         """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
         if ckpt_path == "last":
             if self.trainer.world_size > 1:
-                return ckpt_path  # rank 0 finds it in `resume_start`, where it can tell the others
+                return ckpt_path  # rank 0 finds it in `resume_start`, which broadcasts it
             ckpt_path = last_checkpoint(self.trainer, self._named, Path(self.trainer.log_dir or "."))
             if ckpt_path is None:
                 return None

@@ -51,13 +51,14 @@ _Handler = Callable[[int, FrameType | None], None]
 _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: None)
 
 
-_RECEIVED = "Received %s. The run saves its state and ends, at the latest after this iteration. Ctrl-C ends it now."
+_RECEIVED = "Received %s. The run %sends, at the latest after this iteration. Ctrl-C ends it now."
 
 
 class InterruptGate:
     """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one raises at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: Callable[[], bool]) -> None:
+        self.saves = saves  # whether a checkpoint is saved when the run ends
         self.begin()
 
     def begin(self) -> None:
@@ -81,7 +82,7 @@ class InterruptGate:
         def interrupt(number: int, frame: FrameType | None) -> None:
             is_first, self.is_announced = not self.is_announced, True
             if is_first:
-                rank_zero_info(_RECEIVED, signal.Signals(number).name)
+                rank_zero_info(_RECEIVED, signal.Signals(number).name, "saves its state and " * self.saves())
             if number == signal.SIGINT:
                 self.is_held = True
             if number == signal.SIGTERM or not is_first:  # Lightning's handler only records SIGTERM
@@ -160,11 +161,15 @@ class RolloutLoop(_AutomaticOptimization):
     def __init__(self, trainer: RLTrainer) -> None:
         super().__init__(trainer)
         self.num_updates = 0  # optimizer steps; the fit's `global_step` counts iterations
-        self.gate = InterruptGate()
+        self.gate = InterruptGate(self._saves_at_end)
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the current phase, or the last one
         self.lengths = torch.zeros(0, dtype=torch.int64)  # tokens of each trajectory, for an error message
+
+    def _saves_at_end(self) -> bool:
+        saving = (getattr(item, "save_on_exception", False) for item in cast(Any, self.trainer).checkpoint_callbacks)
+        return not self.trainer.fast_dev_run and any(saving)
 
     @property
     def ranks(self) -> Ranks:

@@ -113,7 +113,7 @@ class RolloutStage:
     def check(self, module: RLModule, *, is_fit: bool = False) -> None:
         """Raises an error if the trainer cannot run this module; called before any model is built."""
         name = type(module).__name__
-        if self.tasks:
+        if self.tasks is not None:
             self.tasks.check(module)
         if type(module).training_step is not RLModule.training_step:
             raise ValueError(f"{name}.training_step is never called: an RLModule has no training_step. Write loss.")

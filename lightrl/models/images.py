@@ -141,7 +141,7 @@ class ImageReader:
         if self.tokens_each is not None:
             return [self.tokens_each] * len(images)
         processor: Any = self.processor
-        sizes = (_read_with_pillow(image, lambda opened: opened.size) for image in images)
+        sizes = (read_with_pillow(image, lambda opened: opened.size) for image in images)
         return [processor.get_number_of_image_patches(h, w, {}) // processor.merge_size**2 for w, h in sizes]
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[str], *, where: str) -> list[int]:
@@ -288,10 +288,10 @@ def finish_model(model: PreTrainedModel) -> None:
 
 def read_image(image: str) -> Image:
     """Reads a path or `data:` URL as an RGB image; raises ValueError above Pillow's limit of 179 million pixels."""
-    return _read_with_pillow(image, lambda opened: opened.convert("RGB"))
+    return read_with_pillow(image, lambda opened: opened.convert("RGB"))
 
 
-def _read_with_pillow(image: str, read: Callable[[Image], _T]) -> _T:
+def read_with_pillow(image: str, read: Callable[[Image], _T]) -> _T:
     """Opens an image without decoding its pixels, and returns `read(image)`."""
     from PIL import Image
 

@@ -16,7 +16,7 @@ MOMENTUM = 0.95
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Updates hidden matrices with `torch.optim.Muon`, and embeddings, output heads and all else with AdamW.
+    """Updates hidden matrices with `torch.optim.Muon`, and all else with AdamW: embeddings, heads, fused experts.
 
     Muon's step is adjusted to the size of AdamW's (`match_rms_adamw`), so both use the same learning rate and weight
     decay. Each rank computes the update of whole matrices: under FSDP2 it gathers the momentum of one matrix at a time,
@@ -57,9 +57,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         names = {id(item): name for name, item in module.named_parameters()}
         shown = ", ".join(names.get(id(item), "?") for item in rest[:6]) + (", …" if len(rest) > 6 else "")
         num, num_rest = (sum(item.numel() for item in items) for items in (matrices, rest))
-        log.info(
-            "Muon updates %s matrices (%s parameters), AdamW the other %s: %s.", len(matrices), num, num_rest, shown
-        )
+        num_fused = sum(item.numel() for item in rest if item.dim() == 3)
+        fused = f", {num_fused} of them in fused experts" if num_fused else ""
+        text = f"Muon updates {len(matrices)} matrices ({num} parameters), AdamW the other {num_rest}{fused}: {shown}."
+        log.info("%s", text)
 
     def _share(self) -> None:
         """Makes AdamW use this optimizer's groups and state."""

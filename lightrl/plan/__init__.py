@@ -24,6 +24,7 @@ from lightrl.plan.memory import (
     engine_memory,
     memory_line,
     num_devices,
+    num_nodes,
     rank_memories,
     ranks_text,
     role_cost,
@@ -34,5 +35,6 @@ from lightrl.plan.speed import GPUS, MBU, MFU, Gpu, PlannedTime, planned_time
 
 __all__ = ["DEFAULT_GPU", "GPUS", "MBU", "MFU", "NODE_RANKS", "USABLE_FRACTION", "Choice", "Gpu", "Misfit"]
 __all__ += ["PlannedRun", "PlannedTime", "TrainerSettings", "UnknownMemory", "bytes_text", "choices", "decoding_rows"]
-__all__ += ["engine_memory", "memory_line", "misfits", "num_devices", "planned", "planned_time", "rank_memories"]
-__all__ += ["ranks_text", "role_cost", "rows_of", "settings_of", "settings_text", "smallest", "use_estimate"]
+__all__ += ["engine_memory", "memory_line", "misfits", "num_devices", "num_nodes", "planned", "planned_time"]
+__all__ += ["rank_memories", "ranks_text", "role_cost", "rows_of", "settings_of", "settings_text", "smallest"]
+__all__ += ["use_estimate"]

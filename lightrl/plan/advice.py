@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightrl.plan.costs import USABLE_FRACTION
 from lightrl.plan.memory import (
-    NODE_RANKS,
     PlannedRun,
     bytes_text,
     engine_memory,
@@ -30,7 +29,8 @@ from lightrl.trajectory import JsonObject
 
 _MAX_RANKS = 4096  # the largest number that is tried
 _OFFLOADS: tuple[tuple[Offloadable, ...], ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
-DEFAULT_GPU = "H100"  # whose rates rank the layouts if the kind of GPU is not known
+_RANKS = ("devices", "num_nodes")  # their product is the number of ranks
+DEFAULT_GPU = "H100"  # ranks the layouts if the kind of GPU is unknown
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,11 @@ class Choice:
 
 def settings_of(run: PlannedRun, base: PlannedRun) -> JsonObject:
     """Returns the settings that turn the run `base` into another one, as a layer of YAML."""
-    changed = _changes(run.sizing(run), base.sizing(base))
+    sizes = run.sizing(run)
+    changed = _changes(sizes, base.sizing(base))
+    trainer = changed.get("trainer", {})
+    if trainer.keys() & _RANKS:  # neither is left to the base's file, which may say `auto`
+        changed["trainer"] = {**trainer, **{name: sizes["trainer"][name] for name in _RANKS}}
     if strategy := _strategy_changes(run, base):
         changed["trainer"] = {**changed.get("trainer", {}), "strategy": strategy}
     return changed
@@ -99,11 +103,13 @@ def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
         savers = (next(_savings(split, saves_most=True)) for split in _splits(resized))
         return any(_fits(saver, device_bytes) and not run.refusal(saver) for saver in savers)
 
-    powers = (2**power for power in range(int(math.log2(_MAX_RANKS)) + 1))
-    world = next((world for world in powers if fits(world)), None)
+    node = run.gpus_per_node
+    within = [2**power for power in range(int(math.log2(node)) + 1) if 2**power < node]
+    beyond = (node * 2**power for power in range(int(math.log2(max(1, _MAX_RANKS / node))) + 1))
+    world = next((world for world in itertools.chain(within, beyond) if fits(world)), None)
     if world is None:
         return []
-    between = range(world // 2 + NODE_RANKS, world, NODE_RANKS) if world > 2 * NODE_RANKS else range(0)
+    between = range(world // 2 + node, world, node) if world > 2 * node else range(0)
     world = next((world for world in between if fits(world)), world)
     return choices(run.over(world), device_bytes, gpu)
 
@@ -115,9 +121,10 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
         return
 
     def of(layout: Literal["FSDP2", "3D"], pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> PlannedRun:
-        is_3d = layout == "3D"  # which neither compiles layers nor offloads
+        is_3d = layout == "3D"  # it neither compiles layers nor offloads
         roles = (replace(role, pp=pp, tp=tp, cp=cp, is_compiled=role.is_compiled and not is_3d) for role in run.roles)
-        return replace(run, layout=layout, ep=ep, roles=tuple(roles), offloads=() if is_3d else run.offloads)
+        changes: JsonObject = {"offloads": (), "keeps_gathered": False} if is_3d else {}
+        return replace(run, layout=layout, ep=ep, roles=tuple(roles), **changes)
 
     if run.layout == "whole":
         yield run
@@ -130,7 +137,7 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
             yield of("FSDP2", ep=ep, cp=cp)
     if run.num_replicas > 1 or run.refusal(of("3D")):
         return
-    for tp in _divisors(math.gcd(run.world, NODE_RANKS)):
+    for tp in _divisors(run.world // run.num_nodes):
         for pp in _divisors(run.world // tp):
             if pp * tp > 1:
                 split = of("3D", pp=pp, tp=tp)
@@ -151,10 +158,12 @@ def _savings(run: PlannedRun, *, saves_most: bool = False) -> Iterator[PlannedRu
         if run.layout == "3D":
             yield replace(run, checkpoint_activations=checkpoints, reduce_every_microbatch=False)
             continue
-        for reduces, offloads in itertools.product(flags, _OFFLOADS[-1:] if saves_most else _OFFLOADS):
+        gathered = (True, False)[saves_most:] if run.keeps_gathered else (False,)
+        all_offloads = _OFFLOADS[-1:] if saves_most else _OFFLOADS
+        for reduces, keeps, offloads in itertools.product(flags, gathered, all_offloads):
             kept: Sequence[Offloadable] = ("parameters",) if "parameters" in run.offloads else offloads
             changed = replace(run, checkpoint_activations=checkpoints, reduce_every_microbatch=reduces)
-            yield replace(changed, offloads=kept)
+            yield replace(changed, keeps_gathered=keeps, offloads=kept)
 
 
 def _fits(run: PlannedRun, device_bytes: float) -> bool:
@@ -162,15 +171,16 @@ def _fits(run: PlannedRun, device_bytes: float) -> bool:
 
 
 def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | None:
-    """Divides the servers' GPUs into those that generate fastest; adds GPUs, at most 8 per server, if none fits."""
+    """Divides the servers' GPUs into those that generate fastest; adds GPUs, up to a node per server, if none fit."""
     engine = run.engine
     if engine is None or engine.place != "servers" or not engine.starts_servers:
         return Choice(run, planned_time(run, gpu, device_bytes))
     fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
     heads = int(run.roles[0].config.num_attention_heads)
     least = engine.servers * engine.tp
-    for gpus in [run.world] if run.shares_gpus else [least, *(engine.servers * tp for tp in _divisors(NODE_RANKS))]:
-        sizes = [tp for tp in _divisors(math.gcd(gpus, NODE_RANKS)) if heads % tp == 0 and gpus >= least]
+    node = run.world // run.num_nodes if run.shares_gpus else run.gpus_per_node
+    for gpus in [run.world] if run.shares_gpus else [least, *(engine.servers * tp for tp in _divisors(node))]:
+        sizes = [tp for tp in _divisors(math.gcd(gpus, node)) if heads % tp == 0 and gpus >= least]
         engines = [replace(engine, servers=gpus // tp, tp=tp) for tp in sizes]
         fitting = [each for each in engines if sum(engine_memory(run, each, rows=1)) <= fraction * device_bytes]
         runs = [replace(run, engine=each) for each in fitting]
@@ -186,16 +196,16 @@ def _strategy_values(run: PlannedRun) -> JsonObject:
     if run.layout == "3D":
         return {"pp": role.pp, "dp": role.dp, "tp": role.tp, **values}
     values |= {"reduce_every_microbatch": run.reduce_every_microbatch, "ep": run.ep, "cp": role.cp}
-    return {**values, "offload_to_cpu": list(run.offloads)}
+    return {**values, "offload_to_cpu": list(run.offloads), "reshard_after_forward": not run.keeps_gathered}
 
 
 def _strategy_changes(run: PlannedRun, base: PlannedRun) -> JsonObject:
     is_same = run.layout == base.layout
     unset: JsonObject = {"pp": 1, "tp": 1, "cp": 1, "ep": 1, "activation_checkpointing": False}
-    unset |= {"reduce_every_microbatch": False, "offload_to_cpu": []}
+    unset |= {"reduce_every_microbatch": False, "offload_to_cpu": [], "reshard_after_forward": True}
     before = _strategy_values(base) if is_same else unset
     changed = {name: value for name, value in _strategy_values(run).items() if value != before.get(name)}
-    if is_same and (not changed or [*changed] == ["dp"]):  # dp follows from the number of ranks
+    if is_same and not changed:
         return {}
     name = "Parallel3DStrategy" if run.layout == "3D" else "FSDP2Strategy"
     return {"class_path": name, **({"init_args": changed} if changed else {})}
@@ -273,11 +283,20 @@ def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) 
     weights, key_values = engine_memory(run, engine, rows=1)
     if weights + key_values > usable:
         heads = int(run.roles[0].config.num_attention_heads)
-        sizes = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
+        sizes: Iterable[int] = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
+        if engine.starts_servers:  # each of them within a node
+            node = run.world // run.num_nodes if run.shares_gpus else run.gpus_per_node
+            sizes = (tp for tp in sizes if node % tp == 0)
         enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= usable)
         resized = [replace(run, engine=replace(engine, tp=tp)) for tp in enough]
         text = settings_text(resized[0], run) if resized else ""
-        fix = f"set {text}" if text else "use servers of more GPUs each (tp)" if resized else "use a smaller model"
+        fix = (
+            f"set {text}"
+            if text
+            else "use servers of more GPUs each (tp)"
+            if resized
+            else "use a smaller model, or larger nodes"
+        )
         used = {"weights": weights, "key-values of one trajectory": key_values}
         yield Misfit("a server's GPU", used, usable, device_bytes, fix)
 
@@ -300,13 +319,15 @@ def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
 
     if text := microbatch(run):
         return f"set {text}"
-    if best := choices(run, device_bytes, gpu, most=1):
+    engine = run.engine
+    alone = run if engine is None or engine.place != "servers" else replace(run, engine=None)  # if no servers fit
+    if best := choices(run, device_bytes, gpu, most=1) or choices(alone, device_bytes, gpu, most=1):
         return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"
     for split in _splits(run):
         saving = next(_savings(split, saves_most=True))
         if (text := microbatch(saving)) and not run.refusal(saving):
             return f"set {settings_text(saving, run)} and {text}"
-    if best := smallest(run, device_bytes, gpu):
+    if best := smallest(run, device_bytes, gpu) or smallest(alone, device_bytes, gpu):
         return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"
     return "no number of devices is enough: use a smaller model, LoRA, or bfloat16"
 
@@ -318,12 +339,7 @@ def _numeric_settings(run: PlannedRun) -> Iterator[tuple[str, int, Callable[[int
         rows = rows_of(run, engine)
         yield "trainer.engine's max_batch", rows, lambda size: replace(run, engine=replace(engine, max_rows=size))
     if run.batches_per_update is not None:
-        dp, each = run.roles[0].dp, run.longest * run.group_size
-
-        def of_batch(size: int) -> PlannedRun:
-            return replace(run, prompts=size, microbatch_tokens=math.ceil(size / dp) * each)
-
-        yield "data.batch_size", run.prompts or 1, of_batch
+        yield "data.batch_size", run.prompts or 1, lambda size: replace(run, prompts=size)
         return
     tokens = min(run.microbatch, math.ceil(run.update_tokens / min(role.dp for role in run.roles)))
     yield "model.microbatch_tokens", tokens, lambda size: replace(run, microbatch_tokens=size)

@@ -41,6 +41,7 @@ class Work:
     cp: int = 1  # ranks that share the tokens of a microbatch
     ep: int = 1  # ranks that each layer's experts are divided over
     is_compiled: bool = False  # torch.compile compiles the decoder layers
+    stages: int = 1  # pipeline stages per rank; several make Interleaved1F1B
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Cost:
     activation_bytes: float  # what autograd keeps for the layers
     logit_bytes: float  # what the head needs at the start of the backward
     sent_dp: float  # to ranks with other trajectories
+    sent_experts: float = 0.0  # the part of sent_dp that is of experts
     sent_tp: float = 0.0  # within layers, between the ranks that share them, their tokens or their experts
     sent_pp: float = 0.0  # between stages
     gradient_bytes: float = 0.0  # with FSDP2, unsharded: whole ones that wait, and a layer's while it is reduced
@@ -70,6 +72,13 @@ class Cost:
     def memory_bytes(self) -> float:
         gathered = self.gathered_bytes + self.gradient_bytes
         return self.state_bytes + gathered + self.activation_bytes + self.logit_bytes
+
+
+def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
+    """Returns the numbers of a head's query or key, and of its value, which differ in multi-head latent attention."""
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim), int(config.v_head_dim)
+    return head_size(config), head_size(config)
 
 
 def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
@@ -100,21 +109,22 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     parameter, compute = work.parameter_bytes, work.compute_bytes
     saved = _FLOAT * num_norms  # 1 / rms of each norm
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    query, key = heads * head_size(config), kv_heads * head_size(config)
+    key_size, value_size = head_sizes(config)
+    query, key = heads * key_size, kv_heads * key_size
     normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
     num_inputs = 3  # projections that read the layer's normalized input: q, k and v
     # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
     # is the input of the output projection.
     if latent := getattr(config, "kv_lora_rank", None):
-        query, num_inputs = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim), 2
-        output, ranks = heads * config.v_head_dim, (latent, *filter(None, [config.q_lora_rank]))
+        num_inputs = 2
+        output, ranks = heads * value_size, (latent, *filter(None, [config.q_lora_rank]))
         saved += compute * (2 * query + 2 * output) + _FLOAT * heads
         # a latent vector's norm keeps its float32 input and its normalized input; then comes a projection's input
         saved += sum((_FLOAT + 2 * compute) * rank + _FLOAT for rank in ranks)
         exchanged = output
     else:
         saved += compute * (2 * query + 2 * key) + _FLOAT * (heads + normalizes_keys * (heads + kv_heads))
-        exchanged = query + 2 * head_size(config) * (math.lcm(kv_heads, work.cp) - kv_heads)
+        exchanged = query + 2 * key_size * (math.lcm(kv_heads, work.cp) - kv_heads)
     if work.cp > 1:  # also the output before its exchange, and the repeated heads of keys and values
         saved += compute * exchanged
     if work.is_compiled and not layer.experts:
@@ -142,7 +152,7 @@ def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     hidden, compute = size.config.hidden_size, work.compute_bytes
     output = work.parameter_bytes if work.ep > 1 else compute  # before it is weighted
     each = compute * (hidden + 4 * layer.expert_width) + output * hidden
-    indices = 4 * _INDEX  # of the chosen experts, and of the sorted tokens
+    indices = 4 * _INDEX  # indices of the chosen experts and of the sorted tokens
     # The router keeps its probabilities and its input: no autocast, and in some families float32 (a copy of bfloat16).
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
     return int(size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
@@ -202,13 +212,12 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
     """
     config, ep = size.config, work.ep
     num = _num_microbatches(work, gpus / work.cp)
-    received = size.received(gpus, ep)
-    gathers = work.compute_bytes * 2 * received * num  # two gathers per microbatch
-    sent = gathers + work.parameter_bytes * received * (num if reduce_every_microbatch else 1)
+    # two gathers per microbatch
+    each = work.compute_bytes * 2 * num + work.parameter_bytes * (num if reduce_every_microbatch else 1)
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
     num_passes = 3 if work.checkpoint_activations else 2
-    exchanged = work.compute_bytes * size.num_layers * 2 * heads * head_size(config) * (work.cp - 1) / work.cp
+    exchanged = work.compute_bytes * size.num_layers * heads * sum(head_sizes(config)) * (work.cp - 1) / work.cp
     routed = sum(layer.num for layer in size.layers if layer.experts) * size.used
     exchanged += work.parameter_bytes * routed * 2 * config.hidden_size * (ep - 1) / ep  # there and back
     layers, logits = peak_bytes(size, tokens, 1.0, work)
@@ -227,25 +236,27 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
         gradient_bytes=waiting + (work.compute_bytes + work.parameter_bytes) * largest,
         activation_bytes=layers,
         logit_bytes=logits,
-        sent_dp=sent,
+        sent_dp=each * size.received(gpus, ep),
+        sent_experts=each * size.received_experts(gpus, ep),
         sent_tp=num_passes * work.tokens / gpus * exchanged,
         reduce_every_microbatch=reduce_every_microbatch,
     )
 
 
 def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> Cost:
-    """Estimates the cost of Parallel3DStrategy with 1F1B; tp communicates in every layer.
+    """Estimates the cost of Parallel3DStrategy; tp communicates in every layer.
 
     A pipeline keeps its parameters gathered over dp within an update. Without a pipeline, layers are freed after each
     forward, gathered again for the backward and kept for the next forward.
     Raises ValueError if the model cannot be split this way.
     """
     config = size.config
-    check_sizes(config, pp, tp, "1F1B", 1)
+    check_sizes(config, pp, tp, "1F1B" if work.stages == 1 else "Interleaved1F1B", work.stages)
     num = _num_microbatches(work, dp)
     tokens = min(work.microbatch_tokens, math.ceil(work.tokens / dp))
     ends = config.vocab_size * config.hidden_size
-    layers = [len(part) for part in split_layers(config, pp)]
+    parts = split_layers(config, pp * work.stages)
+    layers = [sum(map(len, parts[rank::pp])) for rank in range(pp)]
     held = [count * size.in_layers / size.num_layers for count in layers]
     held[0] += ends
     held[-1] += ends if pp > 1 or not config.tie_word_embeddings else 0
@@ -259,8 +270,9 @@ def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> 
     sent_dp *= (dp - 1) / dp
     hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
-    sent_pp = 2 * hidden / tp * num if pp > 1 else 0.0
-    in_flight = min(pp, num)  # microbatches in the first stage
+    sent_pp = 2 * hidden / tp * num * work.stages if pp > 1 else 0.0
+    # Microbatches on the first rank; interleaved schedules start more (https://arxiv.org/abs/2205.05198, 4.2).
+    in_flight = min(num, pp + (pp - 1) / work.stages if work.stages > 1 else pp)
     activations, logits = peak_bytes(size, tokens, in_flight * max(layers) / size.num_layers, work)
     return Cost(
         strategy="3D",

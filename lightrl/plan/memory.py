@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _STATE = ("weights", "gradients", "moments")
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and key-values
-NODE_RANKS = 8  # GPUs of a node, assumed
+NODE_RANKS = 8  # GPUs of a node, assumed if neither the trainer nor the launch says more
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -78,8 +78,7 @@ class PlannedRole:
 
 def trainer_sizing(run: PlannedRun) -> JsonObject:
     """Returns the settings of the trainer for the run's ranks and servers, if no launch sets them."""
-    nodes = max(1, run.world // NODE_RANKS)
-    trainer: JsonObject = {"devices": run.world // nodes, "num_nodes": nodes}
+    trainer: JsonObject = {"devices": run.world // run.num_nodes, "num_nodes": run.num_nodes}
     if run.engine is not None and run.engine.place == "servers" and run.engine.starts_servers:
         sizes = {"servers": run.engine.servers, "tp": run.engine.tp}
         trainer["engine"] = {"class_path": run.engine.name, "init_args": sizes}
@@ -97,7 +96,7 @@ class PlannedRun:
     group_size: int
     num_minibatches: int
     update_epochs: int
-    microbatch_tokens: int
+    microbatch_tokens: int  # has no effect on batches of data
     prompt_tokens: int  # of the longest prompt
     new_tokens: int
     longest: int  # tokens of the longest trajectory
@@ -116,6 +115,9 @@ class PlannedRun:
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
     inferring: Sequence[str] = ()  # the role of each forward pass between rollout and update
     refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
+    num_nodes: int = 1  # with equally many ranks
+    gpus_per_node: int = NODE_RANKS
+    stages_per_rank: int = 1  # pipeline stages; several make Interleaved1F1B
     sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
 
     @property
@@ -129,7 +131,9 @@ class PlannedRun:
 
     @property
     def microbatch(self) -> int:
-        """Tokens of the largest microbatch, which contains at least one trajectory."""
+        """Tokens of the largest microbatch, which contains at least one trajectory, or a rank's whole batch of data."""
+        if self.batches_per_update is not None:
+            return math.ceil((self.prompts or 1) / self.roles[0].dp) * self.group_size * self.longest
         return max(self.microbatch_tokens, self.longest)
 
     def over(self, world: int, pp: int = 1, tp: int = 1) -> PlannedRun:
@@ -141,7 +145,14 @@ class PlannedRun:
             else replace(role, ranks=role.mesh.ranks(world))
             for role in self.roles
         )
-        return replace(self, world=world, layout="FSDP2" if world > 1 and layout == "whole" else layout, roles=roles)
+        layout = "FSDP2" if world > 1 and layout == "whole" else layout
+        nodes = num_nodes(world, self.gpus_per_node)
+        return replace(self, world=world, num_nodes=nodes, layout=layout, roles=roles)
+
+
+def num_nodes(world: int, gpus_per_node: int) -> int:
+    """Returns the smallest number of nodes that can have equally many of `world` ranks each."""
+    return next(num for num in range(math.ceil(world / gpus_per_node), world + 1) if world % num == 0)
 
 
 @dataclass(frozen=True)
@@ -155,6 +166,7 @@ class RoleCost:
     activations: float
     logits: float
     sent_dp: float  # in one update, of parameters and gradients
+    sent_experts: float = 0.0  # the part of sent_dp that is of experts
     sent_near: float = 0.0  # in one update, between adjacent ranks: over tp, cp, ep or pp
     num_microbatches: int = 1
     offloaded: float = 0.0  # activations on the host, each counted once
@@ -172,14 +184,16 @@ class RoleCost:
 def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     """Estimates a role's bytes; raises ValueError if the model cannot be split this way."""
     size, is_trained = role.size, role.trained > 0
-    tokens = max(run.update_tokens, role.dp * run.longest)
+    tokens = max(run.update_tokens, role.dp * (run.longest if run.batches_per_update is None else run.microbatch))
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps nothing, but each layer needs as much in its forward as a checkpointed layer recomputes.
     keeps = is_trained and "activations" not in run.offloads
     checkpoints = run.checkpoint_activations or not keeps
     copies = run.layout == "whole" and compute != role.width and not checkpoints
     ep = run.ep if run.layout == "FSDP2" and size.expert_parameters else 1
-    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, role.cp, ep, role.is_compiled)
+    stages = run.stages_per_rank if role.pp > 1 else 1
+    sizes = (role.cp, ep, role.is_compiled, stages)
+    work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, *sizes)
     share, gathered, cost = 1.0, 0.0, None
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
     actual_work = replace(work, checkpoint_activations=run.checkpoint_activations)
@@ -202,7 +216,9 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
     trained = trained_width * role.trained * share
     weights = role.width * (role.parameters - role.trained) * share + trained
-    sent = (cost.sent_dp, cost.sent_tp + cost.sent_pp) if cost is not None and is_trained else (0.0, 0.0)
+    sent = (0.0, 0.0, 0.0)
+    if cost is not None and is_trained:
+        sent = (cost.sent_dp, cost.sent_experts, cost.sent_tp + cost.sent_pp)
     num = math.ceil(tokens / role.dp / run.microbatch)
     return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, *sent, num, offloaded)
 

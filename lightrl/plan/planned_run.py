@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -26,7 +25,7 @@ from lightrl.functional import can_compile
 from lightrl.models import Role
 from lightrl.module import RLModule
 from lightrl.plan import memory
-from lightrl.plan.memory import PlannedRole, PlannedRun, UnknownMemory, num_devices
+from lightrl.plan.memory import NODE_RANKS, PlannedRole, PlannedRun, UnknownMemory, num_devices
 from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy, named_strategy
 from lightrl.strategies.empty_model import empty_model
@@ -70,7 +69,7 @@ class TrainerSettings:
             strategy = SimpleNamespace(root_device=all_devices[0])
         strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
         precision = str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true"))
-        strategy.precision_plugin = _precision(precision)  # which its checks of sizes read
+        strategy.precision_plugin = _precision(precision)  # its checks of sizes read it
         return cls(
             strategy=strategy,
             engine=section.get("engine"),
@@ -150,7 +149,9 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
     calls = module.data_flow(from_file=is_recorded).calls
-    sizes: Mapping[str, int] = getattr(getattr(data, "tasks", None), "group_sizes", {})
+    tasks = getattr(data, "tasks", None)
+    sizes: Mapping[str, int] = getattr(tasks, "group_sizes", {})
+    has_workflow = any(item.workflow is not None for item in (module, *(tasks or {}).values()))
     return PlannedRun(
         **settings,
         prompts=getattr(data, "batch_size", None),
@@ -160,8 +161,8 @@ def planned_run(module: RLModule, trainer: Any, data: Any, *, reads_models: bool
         microbatch_tokens=module.microbatch_tokens,
         prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        longest=context if module.workflow is not None else min(context, prompt_tokens + new_tokens),
-        prompt_source=source if module.workflow is None else "a workflow may fill the context",
+        longest=context if has_workflow else min(context, prompt_tokens + new_tokens),
+        prompt_source="a workflow may fill the context" if has_workflow else source,
         max_staleness=controls[0] if controls else 0,
         num_scores=_num_scores(module),
         shares_gpus=trainer.engine is not None and trainer.engine.is_colocated,
@@ -175,14 +176,13 @@ def planned_training(module: SupervisedModule, trainer: Any, data: Any, *, reads
     settings = _of_trainer(module, trainer, module.planned_roles(), [module.trained_role], reads_models=reads_models)
     longest, source = _bound(data, "max_tokens", module if reads_models else None)
     rows, size = (2 if module.batch_type is PairBatch else 1), getattr(data, "batch_size", None)
-    share = math.ceil((size or 1) / settings["roles"][0].dp) * rows
     return PlannedRun(
         **settings,
         prompts=size,
         group_size=rows,
         num_minibatches=1,
         update_epochs=1,
-        microbatch_tokens=share * longest,
+        microbatch_tokens=longest,
         prompt_tokens=longest,
         new_tokens=0,
         longest=longest,
@@ -236,6 +236,9 @@ def _of_trainer(
         "num_replicas": strategy.num_replicas if is_split else 1,
         "ep": strategy.ep if is_split else 1,
         "offloads": strategy.offload_to_cpu if is_split and strategy.root_device.type != "cpu" else (),
+        "num_nodes": trainer.num_nodes,
+        "gpus_per_node": trainer.num_devices if trainer.num_nodes > 1 else max(NODE_RANKS, trainer.num_devices),
+        "stages_per_rank": strategy.stages_per_rank if is_3d else 1,
         "refusal": _refusals(module, strategy, precision),
     }
 
@@ -243,10 +246,13 @@ def _of_trainer(
 def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRun], str | None]:
     """Returns a function that asks the strategies whether they accept a run's sizes."""
     compiles = strategy.compile_layers if isinstance(strategy, FSDP2Strategy) else None
+    is_3d, stages = isinstance(strategy, Parallel3DStrategy), dict[str, Any]()
+    if is_3d:
+        stages = {"schedule": strategy.schedule, "stages_per_rank": strategy.stages_per_rank}
 
     @functools.cache
     def refusal(layout: str, world: int, pp: int, tp: int, **options: Any) -> str | None:
-        other: Any = Parallel3DStrategy(pp=pp, tp=tp) if layout == "3D" else FSDP2Strategy(**options)
+        other: Any = Parallel3DStrategy(pp=pp, tp=tp, **stages) if layout == "3D" else FSDP2Strategy(**options)
         other.parallel_devices, other.num_nodes = [strategy.root_device] * world, 1
         other.precision_plugin = _precision(precision)
         try:

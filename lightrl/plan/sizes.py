@@ -94,8 +94,12 @@ class ModelSize:
 
     def received(self, shards: int, ep: int = 1) -> float:
         """Returns how many of the gathered parameters are on other ranks, if `shards` ranks shard the model."""
-        experts = self.expert_parameters / ep
-        return (self.gathered(ep) - experts) * (1 - 1 / shards) + experts * max(0.0, 1 - ep / shards)
+        others = self.gathered(ep) - self.expert_parameters / ep
+        return others * (1 - 1 / shards) + self.received_experts(shards, ep)
+
+    def received_experts(self, shards: int, ep: int = 1) -> float:
+        """Returns how many of these parameters are of experts."""
+        return self.expert_parameters / ep * max(0.0, 1 - ep / shards)
 
 
 def _layer_size(layer: nn.Module, config: PretrainedConfig) -> LayerSize:

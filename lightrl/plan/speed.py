@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lightrl.plan.memory import NODE_RANKS, PlannedRole, PlannedRun, decoding_rows, engine_memory, role_cost, rows_of
-from lightrl.strategies.parallel_3d import head_size
+from lightrl.plan.costs import head_sizes
+from lightrl.plan.memory import PlannedRole, PlannedRun, decoding_rows, engine_memory, role_cost, rows_of
 
 MFU, MBU = 0.4, 0.6  # assumed shares of the peak FLOP/s and of the memory's bandwidth
 # LocalEngine's decode step waits for kernel launches: 15.57 ms for 28 layers (`sdpa_4d` in benchmarks/gpu/h200.jsonl).
@@ -28,14 +28,17 @@ class Gpu:
     network_bytes_per_s: float = 50e9  # to other nodes: one adapter of 400 Gbit/s per GPU
     host_bytes_per_s: float = 64e9  # to the host's memory, in one direction
 
-    def gather_bytes_per_s(self, ranks: int) -> float:
-        """Returns the bandwidth of gathers over all ranks: a node receives one copy, through all its adapters."""
-        network = NODE_RANKS * self.network_bytes_per_s
-        return self.link_bytes_per_s if ranks <= NODE_RANKS else min(self.link_bytes_per_s, network)
+    def gather_bytes_per_s(self, ranks: int, parts: int, gpus_per_node: int) -> float:
+        """Returns the bandwidth of gathers over `ranks` adjacent ranks, each `parts` of which gather different data.
 
-    def near_bytes_per_s(self, ranks: int) -> float:
+        A node receives one copy of each part, and its parts share its adapters.
+        """
+        network = max(1.0, gpus_per_node / parts) * self.network_bytes_per_s
+        return self.link_bytes_per_s if ranks <= gpus_per_node else min(self.link_bytes_per_s, network)
+
+    def near_bytes_per_s(self, ranks: int, gpus_per_node: int) -> float:
         """Returns the bandwidth between `ranks` adjacent ranks, each of which sends its own data."""
-        return self.link_bytes_per_s if ranks <= NODE_RANKS else self.network_bytes_per_s
+        return self.link_bytes_per_s if ranks <= gpus_per_node else self.network_bytes_per_s
 
 
 # Source: NVIDIA's data sheets, https://www.nvidia.com/en-us/data-center/ a100, h100, h200, hgx (B200) and l40s; dense
@@ -82,7 +85,7 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
     """
     roles = {role.name: role for role in run.roles}
     rate = gpu.flops_per_s * MFU
-    link = gpu.gather_bytes_per_s(run.world)
+    node = run.gpus_per_node
     batches = run.batches_per_update or 1
     updates = run.num_minibatches * run.update_epochs
     update = waiting = exchanged = 0.0
@@ -90,11 +93,13 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
         # a backward is two passes, or one if most weights have no gradient; checkpointing repeats the forward
         passes = (3 if role.trained == role.parameters else 2) + run.checkpoint_activations
         compute_s = run.update_epochs * batches * passes * pass_flops(run, role) / len(role.ranks) / rate
-        cost, near = role_cost(run, role), role.tp * role.cp * run.ep
-        idle = compute_s * (role.pp - 1) / cost.num_microbatches
+        cost, near = role_cost(run, role), role.tp * max(role.cp, run.ep)  # ranks of cp and ep overlap
+        idle = compute_s * (role.pp - 1) / cost.num_microbatches / run.stages_per_rank
         copied = 2 * cost.moments * ("optimizer" in run.offloads) + 2 * cost.offloaded * cost.num_microbatches
-        exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near) + copied / gpu.host_bytes_per_s
-        gathering_s = updates * cost.sent_dp / link
+        exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near, node) + copied / gpu.host_bytes_per_s
+        ranks = len(role.ranks) // role.pp
+        gathered_s = (cost.sent_dp - cost.sent_experts) / gpu.gather_bytes_per_s(ranks, role.tp, node)
+        gathering_s = updates * (gathered_s + cost.sent_experts / gpu.gather_bytes_per_s(ranks, run.ep, node))
         waiting += max(0.0, gathering_s - compute_s - idle)
         exchanged += updates * exchanged_s
         update += max(compute_s + idle, gathering_s) + updates * exchanged_s
@@ -128,7 +133,7 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
         )
         phases.insert(0, ("rollout", waves * generated * step + prefill, text))
         phases.append(
-            ("sync", weights / gpu.near_bytes_per_s(run.world), "weights over the link; a shared disk is slower")
+            ("sync", weights / gpu.near_bytes_per_s(run.world, node), "weights over the link; a shared disk is slower")
         )
     trained = run.trajectories * generated
     overlaps = run.max_staleness > 0 and not run.shares_gpus and engine is not None and engine.place != "rank 0"
@@ -140,8 +145,8 @@ def pass_flops(run: PlannedRun, role: PlannedRole) -> float:
     """Returns the FLOPs of a forward over all trajectories of an iteration, or over a batch of data."""
     config, num = role.config, run.trajectories
     matrices = role.size.used_in_layers * num * run.longest + _ends(role) * num * _generated(run)
-    attention = config.num_hidden_layers * config.num_attention_heads * head_size(config) * num * run.longest**2
-    return float(2 * matrices + 2 * attention)
+    attention = config.num_hidden_layers * config.num_attention_heads * sum(head_sizes(config)) * num * run.longest**2
+    return float(2 * matrices + attention)
 
 
 def _ends(role: PlannedRole) -> int:

@@ -12,6 +12,7 @@ reward:
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ import re
 import string
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightrl.checks.bounds import check_bounds, names_of
@@ -44,6 +45,7 @@ _SCORE = (
     r"(?i)score(?![a-z])(?:[^:=\n]{0,40}[:=](?:[\d\s.+*()-]*=)?)?(?:\\boxed|[^\w.,+\-−–]){0,5}"
     r"([-+−]?(?:\d++(?:\.\d++)?|\.\d++)(?:e-?\d++)?)"
 )
+_SCORE_AT_START = re.compile(_SCORE.replace("(?i)", r"(?i)\A", 1))  # scores in a comment after it do not count
 # Text after a score, with or without its maximum, that makes the score ambiguous: `7-8`, `7,5`, `8/10 or maybe 9`.
 _OR_ANOTHER = re.compile(
     r"(?i)(?:[ \t*]*(?:/|out of)\s*\d++|\s*points?\b)?+"
@@ -65,11 +67,12 @@ class LLMJudge:
         rubric: the user message, in which {completion} (without its thinking), {thinking}, {prompt} (the last message)
             and the prompt's fields are filled in. A completion that is only thinking is not sent; it scores lowest.
         system: the system message, if any.
-        score_pattern: a regular expression whose first group is the score; its last match counts.
+        score_pattern: a regular expression whose first group is the score; its last match counts. With {criteria}, it
+            reads each criterion's line; by default, the score there follows the name.
         criteria: the column of the data with a row's own criteria, each `{name: ..., description: ..., weight: 1}`. If
-            the rubric contains {criteria}, one answer scores all, with a line `name: score` for each; if it contains
-            {criterion}, each has a request of its own. The reward is their weighted mean, and each criterion's score,
-            scaled to [0, 1], is a metric under its name. A criterion without a readable score drops the trajectory.
+            the rubric contains {criteria}, one answer scores all, with a line `name: score` or a table row for each;
+            if it contains {criterion}, each has a request of its own. The reward is their weighted mean, and each
+            criterion's score, scaled to [0, 1], is a metric. A criterion without a readable score drops the trajectory.
         score_range: the scores that become the rewards 0 and 1; a score outside is an error.
         api_key_variable: the environment variable that contains the key; without it no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
@@ -153,8 +156,14 @@ class LLMJudge:
             scores, answer = await self._scores_of(self._fill_rubric(trajectory, criteria=listed), trajectory, names)
         else:
             questions = [self._fill_rubric(trajectory, criterion=f"{name}: {text}") for name, text in texts.items()]
-            results = await asyncio.gather(*(self._scores_of(question, trajectory) for question in questions))
-            scores, answer = [found for (found,), _ in results], "\n".join(text for _, text in results)
+            deadline = functools.cache(self._deadline)  # one for all requests
+            try:
+                async with asyncio.TaskGroup() as group:  # the first error cancels the others
+                    ask = functools.partial(self._scores_of, trajectory=trajectory, deadline=deadline)
+                    asking = [group.create_task(ask(question)) for question in questions]
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+            scores, answer = [task.result()[0][0] for task in asking], "\n".join(task.result()[1] for task in asking)
         metrics = dict(zip(names, map(self._scaled, scores), strict=True))
         reward = sum(weights[name] * metrics[name] for name in names) / sum(weights.values())
         return {"reward": reward, **metrics, "extracted": answer}
@@ -163,17 +172,27 @@ class LLMJudge:
         return (score - self._low) / (self._high - self._low)
 
     async def _scores_of(
-        self, question: str, trajectory: Trajectory, names: Sequence[str] = ()
+        self,
+        question: str,
+        trajectory: Trajectory,
+        names: Sequence[str] = (),
+        deadline: Callable[[], float] | None = None,
     ) -> tuple[list[float], str]:
-        """Returns the score of each name, or one score without names, and the answer that contains them."""
+        """Returns the score of each name, or one score without names, and the answer that contains them.
+
+        `deadline` is called when the request has a slot; None gives it a deadline of its own.
+        """
         key = hashlib.sha256(question.encode(errors="surrogatepass")).digest()
         if key not in self._cache:
             if self._slots is None:
                 self._slots = asyncio.Semaphore(self._max_concurrent)
             async with self._slots:
-                answer = await self._ask(question, trajectory)
-                lines = [_line_of(name, answer, trajectory) for name in names] if names else [answer]
-                self._cache[key] = [self._read_score(line, trajectory)[0] for line in lines], answer
+                answer = await self._ask(question, trajectory, (deadline or self._deadline)())
+                if names:
+                    scores = [self._read_criterion(name, answer, trajectory) for name in names]
+                else:
+                    scores = [self._read_score(answer, trajectory)[0]]
+                self._cache[key] = scores, answer
         self._cache.move_to_end(key)
         found = self._cache[key]
         while len(self._cache) > self._cache_size:
@@ -197,8 +216,10 @@ class LLMJudge:
                 "rubric, or write {{ and }} for literal braces."
             ) from error
 
-    async def _ask(self, question: str, trajectory: Trajectory) -> str:
-        deadline = time.monotonic() + self._deadline_s
+    def _deadline(self) -> float:
+        return time.monotonic() + self._deadline_s
+
+    async def _ask(self, question: str, trajectory: Trajectory, deadline: float) -> str:
         wait_s, attempt, failure = self._first_wait_s, 0, "no answer"
         while (left_s := deadline - time.monotonic()) > 0:
             attempt += 1
@@ -256,13 +277,29 @@ class LLMJudge:
                 "Check the url."
             ) from error
 
-    def _read_score(self, answer: str, trajectory: Trajectory) -> tuple[float, str]:
+    def _read_criterion(self, name: str, answer: str, trajectory: Trajectory) -> float:
+        """Returns the score in the criterion's last line or table row: the number after its name, or of the pattern."""
+        start = rf"(?im)^[^\w\n]*(?:\d+[.)][^\w\n]*)?{re.escape(name)}[^\w\n]*?[:=|]"
+        found = deque(re.finditer(f"{start}(.*)$", split_thinking(answer)[1]), maxlen=1)
+        if not found:
+            raise RewardError(
+                f"The LLM judge's answer for {label(trajectory)} has no line `{name}: score`: "
+                f"{answer[-_MAX_SHOWN:]!r}. Ask for one for each criterion in the rubric, or increase max_tokens."
+            )
+        if self._pattern.pattern != _SCORE:
+            return self._read_score(found[0][0], trajectory)[0]
+        return self._read_score(f"score: {found[0][1]}", trajectory, _SCORE_AT_START)[0]
+
+    def _read_score(
+        self, answer: str, trajectory: Trajectory, pattern: re.Pattern[str] | None = None
+    ) -> tuple[float, str]:
+        pattern = pattern or self._pattern
         text = split_thinking(answer)[1]
-        match = next(iter(deque(self._pattern.finditer(text), maxlen=1)), None)
+        match = next(iter(deque(pattern.finditer(text), maxlen=1)), None)
         if match is None or _OR_ANOTHER.match(text, match.end()):
             raise RewardError(
                 f"The LLM judge's answer for {label(trajectory)} has no unambiguous score that matches "
-                f"{self._pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Ask for this format in the rubric, change "
+                f"{pattern.pattern!r}: {answer[-_MAX_SHOWN:]!r}. Ask for this format in the rubric, change "
                 "score_pattern, or increase max_tokens."
             )
         score = float(match[1].replace("−", "-"))
@@ -280,6 +317,7 @@ def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float],
     rows: Any = trajectory.prompt.fields.get(column)
     weights, texts = {}, {}
     try:
+        rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # Parquet adds them
         weights = {str(row["name"]): float(row.get("weight", 1)) for row in rows}
         texts = {str(row["name"]): str(row.get("description", "")) for row in rows}
         has_own_names = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()
@@ -293,17 +331,6 @@ def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float],
             reason="invalid",
         )
     return weights, texts
-
-
-def _line_of(name: str, answer: str, trajectory: Trajectory) -> str:
-    """Returns the text after `name:` in its last line of an LLM judge's answer, as the text of one score."""
-    found = re.findall(rf"(?im)^\W*{re.escape(name)}\W*?[:=](.*)$", split_thinking(answer)[1])
-    if not found:
-        raise RewardError(
-            f"The LLM judge's answer for {label(trajectory)} has no line `{name}: score`: {answer[-_MAX_SHOWN:]!r}. "
-            "Ask for such a line for each criterion in the rubric, or increase max_tokens."
-        )
-    return f"score: {found[-1]}"
 
 
 class _Formatter(string.Formatter):

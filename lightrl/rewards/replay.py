@@ -26,7 +26,7 @@ from lightrl.trajectory import Trajectory, encode_json, read_records
 _logger = logging.getLogger(__name__)
 
 Decode = Callable[..., Any]
-_MAX_CHARS = 4000  # of a text in the table; the log of problems cuts messages there too
+_MAX_CHARS = 4000  # longest text of a line; the log of problems cuts messages there too
 
 
 class FailureLog:

@@ -110,7 +110,8 @@ class RolloutController:
         self._scheduler = GroupScheduler(settings)
         self._cursor = PromptCursor(prompts, settings.curriculum)
         self._tasks = Tasks()
-        self._rewards = Rewards(reward_worker, self._scheduler.counter, self._tasks, workflow, failures)
+        counter, names = self._scheduler.counter, settings.reward_metrics
+        self._rewards = Rewards(reward_worker, counter, self._tasks, workflow, failures, names)
         self._runner: TrajectoryRunner | WorkflowPool
         if settings.workflow_workers:
             self._runner = WorkflowPool(

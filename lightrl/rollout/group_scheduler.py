@@ -124,6 +124,7 @@ class RolloutSettings:
         oversample_fraction: start this fraction of P more groups than needed. Groups in flight that would hold a batch
             back are given up, and the others are kept for later batches; on-policy, all groups in flight are given up.
         workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
+        reward_metrics: metrics that each reward must have; a trajectory without one counts as a failed reward.
         defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
             and `group_filter` cannot read rewards. Only for on-policy runs.
     """
@@ -143,6 +144,7 @@ class RolloutSettings:
     incomplete_groups: Literal["train", "resample", "drop"] = "train"
     oversample_fraction: float = 0.0
     workflow_workers: int = 0
+    reward_metrics: Collection[str] = ()
     defers_rewards: bool = False
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -244,9 +244,8 @@ class _TurnGenerate:
         seed = sampling_seed(group.run_seed, group.seed_name, self.sample, turn)
         longest = min(group.sampling.max_new_tokens, max_new_tokens or group.sampling.max_new_tokens)
         shortest = min(group.sampling.min_new_tokens, longest)
-        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest)
+        sampling = replace(group.sampling, seed=seed, max_new_tokens=longest, min_new_tokens=shortest, grammar=grammar)
         if grammar:
-            sampling = replace(sampling, grammar=grammar)
             group.engine.check_sampling(sampling)
         in_flight = group.in_flight.completions(group.seed_name)
         in_flight[seed] = None
@@ -327,6 +326,7 @@ class Rewards:
     tasks: Tasks  # ends the run if the worker fails
     workflow: Workflow  # cleans up after each trajectory
     failures: FailureLog | None = None
+    metrics: Collection[str] = ()  # names that each reward must report
     _unsent: list[tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=list, init=False)
     _deferred: dict[int, tuple[Trajectory, asyncio.Future[bool]]] = field(default_factory=dict, init=False)  # by id()
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
@@ -422,11 +422,14 @@ class Rewards:
         error = result.exception()
         if error is None:
             result.result().apply_to(trajectory)
-        elif isinstance(error, RewardError | RolloutError):
+            if lacking := sorted({*self.metrics} - trajectory.metrics.keys()):
+                problem = f"The reward of a trajectory of prompt {trajectory.prompt.id!r} lacks {lacking}; it has"
+                error = RewardError(f"{problem} {sorted(trajectory.metrics)}. Return them.", reason="invalid")
+        if isinstance(error, RewardError | RolloutError):
             self.drops.drop_failed(error, trajectory.prompt)
             if self.failures is not None and isinstance(error, RewardError):
                 self.failures.write(trajectory, error)
-        else:
+        elif error is not None:
             self.tasks.fail(error)
             is_kept.set_exception(error)
             return

@@ -236,7 +236,8 @@ class SingleModel:
                 tree = prefixes.tree(MIN_SEGMENT_TOKENS)
                 if tree.num_tokens <= _LARGEST_SHARED_FRACTION * sum(prefixes.ends):
                     plans["packed"] = cost_of_packed(tree), [[tree]]
-            if self.can_mask and form != "packed":
+            is_on_grid = experience.pixel_values is not None and vision_kind(self.model.config) == "grid"
+            if self.can_mask and form != "packed" and not is_on_grid:  # shared rows have no positions on a grid
                 plan = shared_rows(prefixes)
                 plans["shared_rows"] = cost_of_shared_rows(plan), plan
         if form is None:

@@ -9,6 +9,7 @@ tokens of the trajectory: the agents' conversations one after another, as a tree
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -35,11 +36,14 @@ from lightrl.workflows.workflow import Generate, Workflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger(__name__)
+
 Move: TypeAlias = tuple[str, Observation]  # the agent whose turn it is, and what it reads first
 Rewards: TypeAlias = Mapping[str, float]  # agent → reward, added to that agent's latest turn
 
-# Generates a turn of an older version: (session, number of the turn, token ids, maximum number of new tokens).
-Opponent = Callable[[str, int, list[int], int], Awaitable[Completion]]
+# Generates an older version's turn: (prompt, session, number of the turn, token ids, maximum number of new tokens).
+Opponent = Callable[[Prompt, str, int, list[int], int], Awaitable[Completion]]
+Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role: (session, agents) → role or None
 
 
 class AgentEnvironment(Environment):
@@ -92,6 +96,7 @@ class MultiAgent(Workflow):
         step_timeout_s: deadline of one call to the environment.
     """
 
+    has_agents = True  # the algorithm needs a baseline for each
     own_timeout_s = None  # step_timeout_s bounds each call to the environment
 
     def __init__(
@@ -112,9 +117,8 @@ class MultiAgent(Workflow):
         self.time_limit_s, self.step_timeout_s = time_limit_s, step_timeout_s
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         self.template.check_template("user", [])
-        # Set by SelfPlay: `opponent` plays the role that `seat` chooses for a session, if any.
-        self.opponent: Opponent | None = None
-        self.seat: Callable[[str, Sequence[str]], str | None] | None = None
+        self._opponent: Opponent | None = None
+        self._seat: Seat | None = None
         first = self._new_environment()
         self.continues = first.keeps_state
 
@@ -122,6 +126,10 @@ class MultiAgent(Workflow):
     def check_settings(cls, **settings: Any) -> None:
         check_bounds(1, **{name: settings.get(name) for name in ("max_turns", "max_tokens")})
         check_positive(**{name: settings.get(name) for name in ("time_limit_s", "step_timeout_s")})
+
+    def invite(self, opponent: Opponent, seat: Seat) -> None:
+        """Lets `opponent` take the turns of the role that `seat` chooses for a session, if any."""
+        self._opponent, self._seat = opponent, seat
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
         """Plays one episode; calls to the environment have deadlines, and it is always closed."""
@@ -133,12 +141,15 @@ class MultiAgent(Workflow):
                 raise RolloutError(f"The episode of {prompt.id!r} exceeded time_limit_s={self.time_limit_s:g}.")
             return playing.result()
         finally:
-            await call_environment(environment, "close", timeout_s=self.step_timeout_s)
+            try:
+                await call_environment(environment, "close", timeout_s=self.step_timeout_s)
+            except RolloutError as error:
+                log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
 
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
         session = str(getattr(getattr(generate, "generate", generate), "session", ""))  # names run, prompt and sample
-        opponent_role = None if self.seat is None else self.seat(session, environment.agents)
+        opponent_role = None if self._seat is None else self._seat(session, environment.agents)
         max_tokens = sys.maxsize if self.max_tokens is None else self.max_tokens
         seats: dict[str, _Seat] = {}
         is_truncated = True  # unless the environment or max_turns ends the episode
@@ -164,10 +175,12 @@ class MultiAgent(Workflow):
             token_ids, seat = list(conversation.token_ids), seats[agent]
             if (max_new := max_tokens - len(token_ids)) <= 0:
                 break
-            if seat.is_opponent and self.opponent is not None:
-                completion = await self.opponent(session, turn, token_ids, max_new)
+            if seat.is_opponent and self._opponent is not None:
+                completion = await self._opponent(prompt, session, turn, token_ids, max_new)
             else:
                 completion = await generate(token_ids, max_new_tokens=max_new, images=conversation.images)
+            if not completion.token_ids:
+                break
             text = conversation.add_completion(completion)
             seat.rewards.append(0.0)
             if completion.finish_reason != "stop":

@@ -24,8 +24,8 @@ EPISODES = [
 ]
 
 
-def experience(rewards: bool = True) -> ShardedExperience:
-    items = []
+def experience(rewards: bool = True, others: tuple[Trajectory, ...] = ()) -> ShardedExperience:
+    items = list(others)
     for number, (group, earned) in enumerate(EPISODES):
         agents, per_token = [-1], [0.0]
         for code, reward in earned.items():  # two tokens each, and one that is read
@@ -85,6 +85,34 @@ def test_adding_a_constant_to_one_roles_rewards_changes_nothing() -> None:
     torch.testing.assert_close(agent_advantages(module, after), agent_advantages(module, before), rtol=0, atol=1e-5)
 
 
+def single(group: int, sample: int, reward: float, **columns: Any) -> Trajectory:
+    """A trajectory of a source with one number as reward; without `agents` unless given."""
+    mask, versions = [False, True, True], [-1, 0, 0]
+    prompt = Prompt(f"p{group}", token_ids=[1])
+    return Trajectory(
+        prompt, group, sample, [1] * 3, mask, [0.0] * 3, versions, [1], "", reward=reward, columns=columns
+    )
+
+
+def test_trajectories_of_a_source_without_agents_get_their_groups_advantages() -> None:
+    module = GRPO(tiny_spec(), reward=len, advantage_std=None)
+    mixed = agent_advantages(module, experience(others=(single(7, 0, 3.0), single(7, 1, 1.0))))
+    assert mixed[:2, :3].tolist() == [[0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
+    assert not mixed[:2, 3:].any()
+    torch.testing.assert_close(mixed[2:], agent_advantages(module, experience()))
+
+
+def test_an_episode_whose_reward_is_one_number_is_refused_also_beside_others() -> None:
+    outcome = single(7, 0, 3.0, agents=[-1, PROPOSER, SOLVER])
+    with pytest.raises(ValueError, match="needs rewards per agent"):
+        agent_advantages(GRPO(tiny_spec(), reward=len), experience(others=(outcome,)))
+
+
+class Shaped(GRPO):
+    def shaped_rewards(self, experience: Any) -> Any:
+        return 2 * experience.rewards
+
+
 class Own(GRPO):
     def advantages(self, experience: Any) -> Any:
         return experience.rewards
@@ -98,4 +126,8 @@ def test_an_algorithm_without_such_a_baseline_is_refused_and_a_users_is_called()
         agent_advantages(RLOO(tiny_spec(), reward=len, reward_shaping=RewardShaping(bias=1.0)), found)
     with pytest.raises(ValueError, match="needs rewards per agent"):
         agent_advantages(GRPO(tiny_spec(), reward=len), experience(rewards=False))
+    with pytest.raises(ValueError, match=r"Shaped\.shaped_rewards changes a trajectory's reward"):
+        agent_advantages(Shaped(tiny_spec(), reward=len), found)
+    with pytest.raises(ValueError, match="A reward model scores a trajectory, not an agent"):
+        agent_advantages(GRPO(tiny_spec(), reward=len, reward_model=tiny_spec()), found)
     assert torch.equal(agent_advantages(Own(tiny_spec(), reward=len), found), found.rewards)

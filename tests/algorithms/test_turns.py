@@ -1,5 +1,8 @@
 """GiGPO's advantages against a slow loop over turns, and returns over turns."""
 
+import contextlib
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +73,17 @@ def test_a_turn_gets_its_episodes_advantage_and_that_among_turns_of_its_kind(
     assert expected.unique().numel() > 5
 
 
+def test_a_trajectory_without_turns_gets_its_episodes_advantage() -> None:
+    whole = episodes()
+    indices = whole["turn_indices"].clone()
+    indices[3:] = -1  # the second group is of a source without turns
+    module = GiGPO(tiny_spec(), reward=len, workflow=MultiTurn, advantage_std=None)
+    advantages = module.advantages(whole.with_tensors({"turn_indices": indices}))
+    assert torch.equal(advantages[:3], module.advantages(whole)[:3])
+    expected = torch.tensor([-1.0, 1.0])[:, None] * whole.loss_mask[3:]
+    torch.testing.assert_close(advantages[3:], expected)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
@@ -79,11 +93,21 @@ def test_a_turn_gets_its_episodes_advantage_and_that_among_turns_of_its_kind(
         ({"discount": 1.1}, "discount must be between 0 and 1"),
         ({"step_groups": "token"}, "step_groups must be state or turn"),
         ({"advantage_mean": "batch"}, "advantage_mean must be 'group' for GiGPO"),
+        ({"workflow": functools.partial(MultiTurn, discount=0.9)}, "MultiTurn.discount must be 1 with GiGPO, got 0.9"),
     ],
 )
 def test_settings_that_compare_no_turns_are_refused(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         GiGPO(tiny_spec(), reward=len, **{"workflow": MultiTurn, **settings})
+
+
+def test_a_workflow_that_discounts_is_refused_however_it_is_made() -> None:
+    for discount in (1.0, 0.9):
+        built: Any = SimpleNamespace(discount=discount)
+        module = GiGPO(tiny_spec(), reward=len, workflow=lambda _, built=built: built)
+        module.tokenizer = None
+        with pytest.raises(ValueError, match="must be 1 with GiGPO") if discount != 1 else contextlib.nullcontext():
+            assert module.configure_workflow() is built
 
 
 def test_trajectories_without_turns_are_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
 from lightrl.workflows.agent_workflow.messages_protocol import MessagesExchange
-from lightrl.workflows.agent_workflow.protocol import RequestRefused
+from lightrl.workflows.agent_workflow.protocol import RequestRefused, RequestRules
 from lightrl.workflows.agent_workflow.responses_protocol import ResponsesExchange
 
 pytestmark = pytest.mark.bad_input
@@ -39,17 +39,17 @@ REQUESTS = [
     row("request: a message without role", said({"content": "hi"}), "The role of a message must be one of", "user"),
     row("request: an unknown role", said({"role": "usr", "content": "hi"}), "The role of a message must be one of", "usr"),
     row("request: a role that is a list", said({"role": [], "content": "hi"}), "The role of a message must be one of"),
-    row("request: a content that is a number", said({"role": "user", "content": 3}), "content of a message must be text, got 3"),
-    row("request: an image", said({"role": "user", "content": [{"type": "image_url"}]}), "content of a message must be text"),
+    row("request: a content that is a number", said({"role": "user", "content": 3}), "content of a message must be text or images, got 3"),
+    row("request: an image", said({"role": "user", "content": [{"type": "image_url"}]}), "An image must be in the request, in base64"),
     row("request: a call that is a text", said({"role": "assistant", "tool_calls": ["x"]}), "A tool call must have a function"),
     row("request: a call without name", said({"role": "assistant", "tool_calls": [{"function": {}}]}), "function with a name"),
     row("request: tools that are an object", body(tools={}), "tools must be a list of JSON schemas"),
     row("request: no tokens", body(max_tokens=0), "max_tokens must be an integer >= 1, got 0"),
     row("request: true for tokens", body(max_tokens=True), "max_tokens must be an integer >= 1, got True"),
-    row("request: two answers", body(n=2), "n=2 is not supported", "Send several requests"),
-    row("request: stop strings", body(stop=["\n"]), "stop=", "not supported", "stop_token_ids"),
-    row("request: a JSON answer", body(response_format={"type": "json_object"}), "response_format=", "not supported"),
-    row("request: a tool that must be called", body(tool_choice="required"), "tool_choice must be auto or none"),
+    row("request: no answers", body(n=0), "n must be an integer from 1 to 128, got 0"),
+    row("request: a number to stop at", body(stop=3), "stop must be a text or a list of texts, got 3"),
+    row("request: another format", body(response_format={"type": "x"}), "must be text, json_object or json_schema, got"),
+    row("request: an unknown tool", body(tool_choice="x"), "tool_choice must be auto, none, required or the name of a tool"),
     row("request: functions", body(functions=[{}]), "functions=", "Use tools"),
     row("request: sound", body(modalities=["audio"]), "modalities=", "Leave it out"),
     row("request: other logprobs", body(top_logprobs=5), "top_logprobs=5 is not supported"),
@@ -59,7 +59,7 @@ REQUESTS = [
 @each(REQUESTS)
 def test_a_request_is_refused(case):
     with pytest.raises(RequestRefused) as caught:
-        ChatExchange.of_json(case.given)
+        ChatExchange.of_json(case.given, RequestRules(), {})
     case.check(str(caught.value))
     assert caught.value.status == 400
 
@@ -85,7 +85,7 @@ BODIES = st.dictionaries(st.sampled_from(["messages", "input", "tools"]), ITEMS,
 def test_whatever_is_sent_is_served_or_refused(protocol, data):
     problem = "", 400
     try:
-        protocol.of_json(data)
+        protocol.of_json(data, RequestRules(), {})
     except RequestRefused as error:
         problem = str(error), error.status
     assert problem[1] == 400

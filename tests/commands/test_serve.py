@@ -1,25 +1,29 @@
 """lightrl serve: what a command line and configurations mean, which model is served, and servers in the foreground."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
 import forked
 import psutil
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.commands.config_layers import UsageError
-from lightrl.commands.serve import parse, serve, served_folder, usage
+from lightrl.commands.serve import parse, parse_policy, serve, serve_policy, served_folder, usage
 from lightrl.engines.servers.registry import Registry
 from lightrl.errors import EngineError
-from lightrl.models import ModelSpec
-from lightrl.testing import TINY_CONFIG
+from lightrl.models import ModelSpec, Role
+from lightrl.models.model_folder import ModelDescription
+from lightrl.testing import TINY_CONFIG, tiny_policy
 
 POLICY = {"config": {"model_type": "qwen3"}, "tokenizer": "tiny.char_tokenizer"}
 
@@ -281,3 +285,59 @@ def test_a_token_comes_from_a_file_or_the_environment_and_not_from_the_command_l
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         parse(["--model", "m/m", "--token_file", str(tmp_path / "token")])
+
+
+class Served:
+    """What `serve_policy` printed, asked of a thread that waits for its first line."""
+
+    def __init__(self) -> None:
+        self.text, self.is_ready, self.until = "", threading.Event(), threading.Event()
+
+    def write(self, text: str) -> None:
+        self.text += text
+        self.is_ready.set()
+
+
+@pytest.mark.parametrize("source", ["folder", "checkpoint", "config"])
+def test_a_policy_is_served_from_an_export_a_checkpoint_or_a_config(source, tmp_path):
+    spec = tiny_policy()
+    model, path = spec.load_model(), tmp_path / "exported"
+    spec.load_tokenizer().save_pretrained(path)
+    if source == "config":
+        policy = {"config": TINY_CONFIG, "tokenizer": str(path), "seed": 0}
+        path = Path(write(tmp_path / "run.yaml", json.dumps({"model": {"init_args": {"policy": policy}}})))
+    elif source == "folder":
+        model.save_pretrained(path)
+    else:
+        described = ModelDescription.of(model, Role(ModelSpec(config=TINY_CONFIG, tokenizer=str(path))))
+        state = {f"policy.{name}": value for name, value in model.state_dict().items()}
+        path = tmp_path / "a.ckpt"
+        models = {"policy": dataclasses.asdict(described)}
+        torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": state, "models": models}, path)
+    served = Served()
+    thread = threading.Thread(
+        target=serve_policy, args=(str(path),), kwargs={"token": "t", "until": served.until, "write": served.write}
+    )
+    thread.start()
+    try:
+        assert served.is_ready.wait(600)
+        url = served.text.partition("OPENAI_BASE_URL=")[2].split()[0]
+        body = {"model": "policy", "prompt": [3, 4, 5], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
+        request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), {"Authorization": "Bearer t"})
+        with urllib.request.urlopen(request) as answer:
+            logprobs = json.loads(answer.read())["choices"][0]["logprobs"]["token_logprobs"]
+    finally:
+        served.until.set()
+        thread.join()
+    rows = model(torch.tensor([[3, 4, 5]])).logits[0].detach().log_softmax(-1)
+    expected = [float(rows[0, 4]), float(rows[1, 5]), float(rows[2].max())]
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_flags_of_a_policy_and_what_is_none(tmp_path):
+    (tmp_path / "token").write_text("of-file\n")
+    found = parse_policy(["--policy", "a.ckpt", "--port", "8000", "--token_file", str(tmp_path / "token")])
+    assert found == {"policy": "a.ckpt", "host": "127.0.0.1", "port": 8000, "token": "of-file"}
+    with pytest.raises(UsageError, match="must have model"):
+        serve_policy(write(tmp_path / "empty.yaml", "{}"))

@@ -9,6 +9,7 @@ import pytest
 from data_cases import set_up, write_rows
 
 from lightrl.data import DataSource, PromptDataModule
+from lightrl.data.tasks import Task
 from lightrl.trajectory import Prompt
 
 
@@ -115,6 +116,24 @@ def test_weights_that_no_id_shows_are_said_to_be_unused(train_file: str, plain_t
     data = set_up(Own([DataSource(train_file, weight=3), DataSource(train_file)], batch_size=2), plain_tokenizer)
     assert "The sources' weights have no effect: id 'other' of make_prompts has no label" in caplog.text
     assert len(data.prompts["train"]) == 3
+
+
+def test_prompts_of_a_subclass_keep_the_task_of_their_source(train_file: str, plain_tokenizer):
+    class Own(PromptDataModule):
+        def make_prompts(self, split):
+            sources = {"train-a": None, "train-b": "games"} if split == "train" else {}
+            chat = [{"role": "user", "content": "x"}]
+            return [Prompt(id=name, messages=chat, source=source) for name, source in sources.items()]
+
+    def found(*given: DataSource) -> dict[str, str | None]:
+        data = set_up(Own(list(given), batch_size=2), plain_tokenizer)
+        return {prompt.id: prompt.source for prompt in (data.prompt_stream[0], data.prompt_stream[1])}
+
+    math = DataSource(train_file, label="math", task=Task(group_size=3))
+    assert found(math) == {"train-a": "math", "train-b": "games"}
+    assert found() == {"train-a": None, "train-b": "games"}
+    with pytest.raises(ValueError, match=r"ids of make_prompts must begin with 'train-math-' .* got 'train-a'"):
+        found(math, DataSource(train_file))
 
 
 def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_tokenizer):

@@ -1,6 +1,7 @@
 """The most likely tokens that servers return beside each sampled one, and engines that return none."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -64,6 +65,20 @@ def test_with_truncated_sampling_they_are_within_the_support():
     likely = [[*TOP[0][:2], (-9999.0, 7)], [*TOP[1], (-9999.0, 8)]]
     found = columns_of(vllm, vllm_answer(likely), topk_logprobs=3, top_k=40)
     assert found["behavior_topk_logprobs"] == [-0.5, -1.5, NO_TOKEN, -1.0, -1.25, -3.0]
+
+
+@pytest.mark.parametrize("generation", [sglang, vllm])
+@pytest.mark.parametrize(
+    ("pair", "problem"),
+    [((math.nan, 2), "a logprob of nan"), ((0.5, 2), "a logprob of 0.5"), ((-1.0, 61), "a token id of 61"),
+     ((-1.0, -1), "a token id of -1"), ((-1.0, 2**40), "tokens"), ((-1.0, "2"), "tokens"), ((None, 2), "tokens")],
+)  # fmt: skip
+def test_impossible_likely_tokens_are_a_malformed_answer(generation: Any, pair: tuple[Any, Any], problem: str) -> None:
+    top = [[TOP[0][0], pair], TOP[1][:2]]
+    triples = [[[*each, None] for each in pairs] for pairs in top]
+    content = vllm_answer(top) if generation is vllm else sglang_answer(output_top_logprobs=triples)
+    with pytest.raises(MalformedAnswer, match=problem):
+        columns_of(generation, content, topk_logprobs=2)
 
 
 def test_an_engine_or_server_that_returns_no_such_tokens_is_refused_by_name():

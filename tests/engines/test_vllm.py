@@ -210,7 +210,7 @@ def test_a_grammar_goes_to_the_server_with_a_request_for_supports_and_starts_ove
     draft = CompletionDraft([1, 2], Sampling(max_new_tokens=9, grammar="{}", stop_token_ids=(4,)), vocab_size=61)
     params = request_of(draft, "r", "run-3")["sampling_params"]
     assert params["structured_outputs"] == {"structural_tag": "{}"}
-    assert (params["top_k"], params["logprobs"]) == (4000, 61)
+    assert (params["top_k"], params["logprobs"]) == (64, 61)
     params = sglang.request_of(draft, "r", "run-3")
     assert (params["sampling_params"]["structural_tag"], params["return_sampling_mask"]) == ("{}", True)
     for grammar, num_left in (("", 2), ("{}", 0)):

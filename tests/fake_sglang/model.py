@@ -237,7 +237,7 @@ class EmbeddedModel(ScriptedModel):
         return self._engine_of(lora).score([token_ids])["engine"][0]
 
     def top_logprobs(self, token_ids: list[int], num: int) -> list[list[tuple[float, int]]]:
-        rows = self._engine._log_probabilities(token_ids)
+        rows = self._engine.log_probabilities(token_ids)
         logprobs, ids = rows.topk(min(num, rows.shape[1]), dim=1)
         return [[], *(list(zip(*pair, strict=True)) for pair in zip(logprobs.tolist(), ids.tolist(), strict=True))]
 

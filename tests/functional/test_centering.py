@@ -40,7 +40,8 @@ def logits_of(seed: int) -> Tensor:
 def expected_gradient(kind: str, k: int, advantage: float, *, is_centered: bool = True) -> Tensor:
     """The mean gradient of GRPO's loss by the policy's logits [V]: a row for each token that the sampler may sample."""
     algorithm, settings, _ = WEIGHTS[kind]
-    module = algorithm(tiny_spec(), reward=len, sampling=SAMPLING, score_centering=is_centered, **settings)
+    sampling = SAMPLING if is_centered else Sampling()
+    module = algorithm(tiny_spec(), reward=len, sampling=sampling, score_centering=is_centered, **settings)
     logits, behavior = logits_of(0).requires_grad_(), logits_of(1).log_softmax(0)
     logprobs = logits.log_softmax(0)
 
@@ -110,6 +111,8 @@ def test_untruncated_weights_need_no_correction_and_missing_tokens_none() -> Non
     ("algorithm", "settings", "problem"),
     [
         (GRPO, {"sampling": Sampling()}, "Set sampling.topk_logprobs"),
+        (GRPO, {"score_centering": False}, "topk_logprobs=9 has no effect without score_centering"),
+        (GRPO, {"decoupled": ImportanceWeights(2, approximate_proximal=True)}, "leave out decoupled.approximate_prox"),
         (GRPO, {"decoupled": True}, "no effect with unbounded importance weights"),
         (GRPO, {"decoupled": ImportanceWeights(2, level="sequence")}, "needs a weight that depends on each token"),
         (GRPO, {"decoupled": ImportanceWeights(2, aggregation="max")}, "needs a weight that depends on each token"),

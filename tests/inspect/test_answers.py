@@ -70,8 +70,13 @@ def test_a_failed_agent_is_one_row_with_its_tokens_output_and_reason(folder: Pat
     problem = {"at": 1.8e9, "iteration": 2, "rank": 0, "source": "rollout", "kind": "dropped: rollout"}
     with (folder / "problems" / "rank-00000.jsonl").open("a") as file:
         file.write(json.dumps({**problem, "message": message}) + "\n")
+    for _ in range(2):
+        answers.runs[0].index.update()
+        assert table(answers)["total"] == before + 1
+    with (folder / "problems" / "rank-00000.jsonl").open("a") as file:  # one that left no trajectory fails alike
+        file.write(json.dumps({**problem, "message": message}) + "\n")
     answers.runs[0].index.update()
-    assert table(answers)["total"] == before + 1
+    assert table(answers)["total"] == before + 2
     (row,) = table(answers, "dropped group=9")["rows"]
     shown = answers.answer("trajectory", {"run": "0", "id": str(row["id"])})
     assert (shown["finish"], shown["message"], shown["agent_output"]) == ("dropped: rollout", message, "no key")

@@ -64,6 +64,14 @@ def test_matrices_of_layers_follow_muon_and_the_rest_adamw(caplog: pytest.LogCap
     torch.testing.assert_close(updated(model, optimizer, 3), by_torch(3), rtol=1e-5, atol=1e-7)
 
 
+def test_the_log_counts_fused_experts_among_what_adamw_updates(caplog: pytest.LogCaptureFixture) -> None:
+    module = torch.nn.Linear(4, 3, bias=False)
+    module.experts = torch.nn.Parameter(torch.zeros(2, 4, 3))  # [E, out, in]
+    with caplog.at_level(logging.INFO):
+        make_optimizer(module)
+    assert "1 matrices (12 parameters), AdamW the other 24, 24 of them in fused experts: experts." in caplog.text
+
+
 def test_a_resumed_optimizer_continues_bit_for_bit_with_the_saved_rates() -> None:
     whole, cut = tiny_model(), tiny_model()
     optimizer, first = make_optimizer(whole), make_optimizer(cut)
@@ -104,6 +112,4 @@ def test_the_setting_chooses_the_optimizer_and_others_are_refused() -> None:
     with pytest.raises(ValueError, match="optimizer must be adamw or muon, got 'lion'"):
         GRPO(tiny_spec(), reward=len, optimizer="lion")
     with pytest.raises(ValueError, match="found no trained matrix besides embeddings and heads"):
-        MuonWithAdamW(
-            torch.nn.Embedding(3, 2), [{"params": list(torch.nn.Embedding(3, 2).parameters())[:0]}], **SETTINGS
-        )
+        make_optimizer(torch.nn.Embedding(3, 2))

@@ -11,11 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.plan import MODELS, run_of
+from lightrl import GRPO
+from lightrl.engines.engine import PlannedEngine
 from lightrl.models import ModelSpec, Role
 from lightrl.plan import (
     GPUS,
     PlannedRun,
     choices,
+    misfits,
     planned_time,
     rank_memories,
     role_cost,
@@ -24,6 +27,9 @@ from lightrl.plan import (
     smallest,
 )
 from lightrl.plan.costs import Work, activation_bytes, key_value_bytes, key_value_ranks, layer_bytes
+from lightrl.plan.planned_run import _precision
+from lightrl.plan.speed import pass_flops
+from lightrl.strategies import FSDP2Strategy, Parallel3DStrategy
 from lightrl.strategies.empty_model import empty_model
 
 # By hand, from the published sizes: parameters without routed experts and of all routed experts; layers, layers with
@@ -135,6 +141,14 @@ def test_only_layouts_that_a_strategy_accepts_are_advised(name: str, has_3d: boo
     assert has_3d or "mixture of experts" in str(refused)
     best = choices(run, MEMORY, H100, most=50)
     assert any(choice.run.layout == "3D" for choice in best) == has_3d
+    module = GRPO(ModelSpec(config=MODELS[name], tokenizer="examples.quickstart.task.tokenizer"), reward=len)
+    for choice in best:
+        strategy = strategy_of(choice.run, run)
+        strategy.check_sizes(module)
+        role, split = choice.run.roles[0], isinstance(strategy, Parallel3DStrategy)
+        advised = (strategy.pp, strategy.tp) if split else (strategy.ep, strategy.cp)
+        assert advised == ((role.pp, role.tp) if choice.run.layout == "3D" else (choice.run.ep, role.cp))
+        assert tuple(strategy.offload_to_cpu) == tuple(choice.run.offloads)
     assert len(
         {(c.run.layout, c.run.ep, c.run.roles[0].cp, c.run.roles[0].pp, c.run.roles[0].tp) for c in best}
     ) == len(best)
@@ -145,14 +159,71 @@ def test_the_smallest_world_fits_and_half_of_it_does_not() -> None:
     world = best[0].run.world
     assert best[0].memory <= 0.9 * MEMORY
     assert world % 8 == 0
-    assert choices(planned("qwen3-235b-a22b").over(world - 8), MEMORY, H100) == []
+    for fewer in (world - 8, world // 2):
+        assert choices(planned("qwen3-235b-a22b").over(fewer), MEMORY, H100) == []
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "fewer"), [(8, 2, (8, 1)), (4, 4, (4, 1)), (4, 4, (4, 2)), (3, 4, (2, 1))])
+def test_the_written_ranks_are_those_of_the_layout(gpus: int, nodes: int, fewer: tuple[int, int]) -> None:
+    base = replace(planned("qwen3-8b"), gpus_per_node=gpus).over(fewer[0] * fewer[1])
+    base = replace(base, layout="3D", num_nodes=fewer[1])
+    layout = base.over(gpus * nodes)
+    written = settings_of(layout, base)["trainer"]
+    assert (written["devices"], written["num_nodes"]) == (gpus, nodes)
+    assert written["strategy"]["init_args"]["dp"] == gpus * nodes  # of a file that sets another one
+
+
+def test_neither_tp_nor_a_server_is_larger_than_a_node() -> None:
+    run = replace(planned("llama-3.1-70b"), gpus_per_node=4).over(16)
+    assert run.num_nodes == 4
+    best = choices(run, 1e15, H100, most=50)
+    assert max(choice.run.roles[0].tp for choice in best) == 4
+    served = replace(run, engine=PlannedEngine("SGLangEngine", "servers"))
+    (*_, server) = misfits(served, 25e9)  # tp 8 would fit
+    assert server.fix == "use a smaller model, or larger nodes"
+    assert "tp to 8" in [*misfits(replace(served, gpus_per_node=8), 25e9)][-1].fix
+    (ranks,) = [each for each in misfits(replace(served, world=8).over(8), 45e9) if each.where.startswith("ranks")]
+    assert "no number" not in ranks.fix
+
+
+def test_the_schedule_of_a_pipeline_stays() -> None:
+    base = planned("qwen3-8b").over(16, pp=4)
+    twice = replace(base, stages_per_rank=2)
+    one, two = (role_cost(run, run.roles[0]) for run in (base, twice))
+    assert two.activations > one.activations
+    assert two.sent_near == 2 * one.sent_near
+    with pytest.raises(ValueError, match="80 stages"):
+        role_cost(replace(base, stages_per_rank=20), base.roles[0])
+
+
+def test_latent_attention_counts_its_own_heads() -> None:
+    run = planned("deepseek-v3").over(16)
+    longer = replace(run, longest=2 * run.longest, prompt_tokens=2 * run.prompt_tokens, new_tokens=2 * run.new_tokens)
+    flops = [pass_flops(each, run.roles[0]) for each in (run, longer)]
+    attention = 61 * 128 * (128 + 64 + 128) * run.trajectories * run.longest**2
+    assert flops[1] - 2 * flops[0] == pytest.approx(2 * attention)
+
+
+def test_parts_of_a_model_share_the_adapters_of_a_node() -> None:
+    assert [H100.gather_bytes_per_s(64, parts, 8) for parts in (1, 2, 8, 64)] == [400e9, 200e9, 50e9, 50e9]
+    assert H100.gather_bytes_per_s(8, 8, 8) == 450e9
+
+
+def strategy_of(run: PlannedRun, base: PlannedRun) -> Any:
+    """Builds the strategy of the settings that turn `base` into `run`."""
+    given = settings_of(run, base).get("trainer", {}).get("strategy", {"class_path": "FSDP2Strategy"})
+    kind: Any = {"FSDP2Strategy": FSDP2Strategy, "Parallel3DStrategy": Parallel3DStrategy}[given["class_path"]]
+    strategy = kind(**given.get("init_args", {}))
+    strategy.parallel_devices, strategy.num_nodes = [torch.device("cuda", 0)] * run.world, 1
+    strategy.precision_plugin = _precision("bf16-mixed")
+    return strategy
 
 
 def test_the_settings_of_a_layout_are_those_that_differ() -> None:
     base = on_ranks("qwen3-30b-a3b", 8)
     changed = replace(base.over(16), ep=8, reduce_every_microbatch=True)
     strategy = {"class_path": "FSDP2Strategy", "init_args": {"reduce_every_microbatch": True, "ep": 8}}
-    assert settings_of(changed, base) == {"trainer": {"num_nodes": 2, "strategy": strategy}}
+    assert settings_of(changed, base) == {"trainer": {"devices": 8, "num_nodes": 2, "strategy": strategy}}
     assert settings_text(changed, base) == (
         "trainer.strategy's reduce_every_microbatch to true and trainer.strategy's ep to 8 and "
         "trainer.devices · trainer.num_nodes to 16"

@@ -375,6 +375,11 @@ def test_a_module_that_trains_on_data_has_the_state_of_its_real_models(kind: typ
         assert role.trained == sum(value.numel() for value in model.parameters() if value.requires_grad)
     assert planned.trajectories == (6 if kind is SFT else 12)
     assert planned.batches_per_update == 3
+    shares = {4: 2, 6: 1, 8: 1}  # rows, or pairs, of a batch of 6 on each rank
+    rows = 1 if kind is SFT else 2
+    assert {num: planned.over(num).microbatch for num in shares} == {
+        num: share * rows * planned.longest for num, share in shares.items()
+    }
     (memory,) = rank_memories(planned)
     assert not memory.host
     cost = role_cost(planned, planned.roles[0])
@@ -385,13 +390,10 @@ def test_a_module_that_trains_on_data_has_the_state_of_its_real_models(kind: typ
 def test_the_batch_that_fits_is_a_number_of_rows() -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     planned = planned_training(SFT(tiny_spec(config=LARGE_CONFIG)), trainer, Data())
-    planned = replace(planned, prompts=512, microbatch_tokens=512 * planned.longest)
+    planned = replace(planned, prompts=512)
     (memory,) = rank_memories(planned)
     available_bytes = memory.total - memory.device["activations"] / 2
     (misfit,) = misfits_of(planned, available_bytes)
     (number,) = re.findall(r"set data.batch_size to at most (\d+)", misfit.fix)
-    fitting, larger = (
-        replace(planned, prompts=size, microbatch_tokens=size * planned.longest)
-        for size in (int(number), int(number) + 1)
-    )
+    fitting, larger = (replace(planned, prompts=size) for size in (int(number), int(number) + 1))
     assert rank_memories(fitting)[0].total <= available_bytes < rank_memories(larger)[0].total

@@ -35,6 +35,9 @@ class Server:
         step = self.plan.pop(0) if self.plan else "Well.\n**Score:** 7"
         if step == "hang":
             await asyncio.sleep(600)
+        if step == "slow":
+            await asyncio.sleep(0.5)
+            step = "Score: 8"
         if step == "cut":
             request.transport.close()
             return web.Response()
@@ -316,14 +319,59 @@ def test_named_criteria_are_scored_in_one_answer_or_one_each_and_weighted():
 
 
 @pytest.mark.parametrize(
-    "answer", ["units: 8", "units: 8\nIs short: good", "units: 8\nIs short: 7-8", "units: 80\nIs short: 2"]
+    ("answer", "settings"),
+    [
+        ("units: 8 (score 3 would be too low)\nIs short: 2, as a score: 9 is for less", {}),
+        ("1. units: 8\n**2) Is short** = 2/10", {}),
+        ("| criterion | score |\n|---|---|\n| **units** | 8 |\n| Is short | 2 | long |", {}),
+        ("units: has 2 of 3, [[8]]\nIs short: [[2]]", {"score_pattern": r"\[\[(\d+)\]\]"}),
+        ("units: Rating 8\nIs short: Rating 2", {"score_pattern": r"^\w[\w ]*: Rating (\d+)$"}),
+    ],
+)
+def test_the_score_of_a_criterion_is_read_from_its_line(answer: str, settings: dict[str, object]):
+    found = judged(Server(answer), "{criteria}", **settings)
+    assert (found["units"], found["Is short"]) == (0.8, 0.2)
+
+
+def test_missing_keys_of_a_table_are_none_and_take_their_defaults():
+    rows = [{"name": "units", "description": None, "weight": None}, {**CRITERIA[1], "weight": 3.0}]
+    server = Server("units: 8\nIs short: 2")
+    assert judged(server, "{criteria}", rows)["reward"] == pytest.approx((0.8 + 3 * 0.2) / 4)
+    assert server.requests[0]["messages"][0]["content"] == "- units: \n- Is short: Brief."
+
+
+def test_an_error_of_one_criterion_ends_the_requests_of_the_others():
+    async def use(url: str) -> list[str]:
+        judge = LLMJudge(url=url, model="m", rubric="{criterion}", criteria="rubric", deadline_s=600.0)
+        try:
+            with pytest.raises(RewardError, match="status 404"):
+                await judge(trajectory_that("42", rubric=CRITERIA))
+            names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+            return [name for name in names if name.startswith("LLMJudge.")]
+        finally:
+            await judge.aclose()
+
+    assert Server("hang", 404).run(use) == []
+
+
+def test_the_deadline_is_one_for_all_criteria():
+    error = judged(Server("slow", "slow"), "{criterion}", max_concurrent=1, deadline_s=0.8)
+    assert isinstance(error, RewardError)
+    assert error.reason == "timeout"
+
+
+@pytest.mark.parametrize(
+    "answer", ["units: 8", "units: 8\nIs short: good (score 9)", "units: 8\nIs short: 7-8", "units: 80\nIs short: 2"]
 )
 def test_a_criterion_without_a_readable_score_drops_the_trajectory(answer: str):
     assert isinstance(judged(Server(answer), "{criteria}"), RewardError)
 
 
-@pytest.mark.parametrize("criteria", [None, [], "units", [{"weight": 1}], [{"name": "reward"}],
-                                      [{"name": "a"}, {"name": "a"}], [{"name": "a", "weight": -1}]])  # fmt: skip
+@pytest.mark.parametrize(
+    "criteria",
+    [None, [], "units", [{"weight": 1}], [{"name": None}], [{"name": "reward"}], [{"name": "a"}, {"name": "a"}],
+     [{"name": "a", "weight": -1}]],
+)  # fmt: skip
 def test_a_row_without_named_criteria_drops_the_trajectory(criteria: object):
     found = judged(Server(), "{criteria}", criteria)
     assert isinstance(found, RewardError)

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, train, weights
 
-from lightrl import GRPO, DynamicSampling, PromptCurriculum, Sampling, StalenessControl, Trajectory
+from lightrl import GDPO, GRPO, DynamicSampling, PromptCurriculum, RLCallback, Sampling, StalenessControl, Trajectory
 from lightrl.data import SuccessRateCurriculum
 
 
@@ -55,6 +55,34 @@ def test_groups_without_variance_are_replaced_and_counted(tmp_path: Path, max_st
     assert all(0 < row["rollout/dropped_length_tokens"] <= 6 for row in rows)
     assert all(row["rollout/accuracy_fraction"] < 1 for row in rows)
     assert all(row["rollout/dropped_accuracy_fraction"] == 1 for row in rows)  # only solved groups are dropped
+
+
+class TwoRewards(GDPO):
+    """All sums are 1; prompts train-0, 1 and 2 have equal parts, and a trajectory of train-3 lacks one."""
+
+    def reward(self, trajectory: Trajectory) -> Any:
+        number = int(trajectory.prompt.id.split("-")[1])
+        right = float(number < 3 or trajectory.sample % 2)
+        short = {} if (number, trajectory.sample) == (3, 0) else {"short": 1 - right}
+        return {"reward": 1.0, "right": right, **short}
+
+
+def test_several_rewards_are_compared_one_by_one_and_one_that_is_missing_fails(tmp_path: Path) -> None:
+    dropped: dict[str, set[str]] = {}
+
+    class Drops(RLCallback):
+        def on_trajectory_dropped(self, trainer: Any, module: Any, reason: str, message: str) -> None:
+            dropped.setdefault(reason, set()).add(message)
+
+    weights_of_rewards = {"right": 1.0, "short": 0.5}
+    module = TwoRewards(POLICY, reward_weights=weights_of_rewards, sampling=Sampling(max_new_tokens=6), group_size=4)
+    train(tmp_path, module, callbacks=[DynamicSampling(), Drops()], max_steps=3)
+    assert {message.split("'")[1] for message in dropped.pop("filtered_zero_variance")} == {
+        "train-0", "train-1", "train-2"
+    }  # fmt: skip
+    (message,) = dropped.pop("reward_invalid")
+    assert message.startswith("The reward of a trajectory of prompt 'train-3' lacks ['short']; it has")
+    assert not dropped
 
 
 def test_a_curriculum_passes_over_what_is_solved(tmp_path: Path) -> None:

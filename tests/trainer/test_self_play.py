@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from several_run import Duel, agents_result, duel
 from tiny_run import Digits, TinyGRPO, are_equal, train, weights
 
-from lightrl import FakeEngine
+from lightrl import FakeEngine, StalenessControl
 from lightrl.callbacks.self_play import SelfPlay
 
 
@@ -64,5 +64,7 @@ def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path
 def test_self_play_without_agents_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="SelfPlay needs the workflow MultiAgent"):
         train(tmp_path, TinyGRPO(), callbacks=[SelfPlay()])
+    with pytest.raises(ValueError, match="SelfPlay needs max_staleness=0, got 1"):
+        train(tmp_path, duel(), callbacks=[SelfPlay(), StalenessControl(1)])
     with pytest.raises(ValueError, match="pool_size must be >= 1"):
         SelfPlay(pool_size=0)

@@ -69,7 +69,7 @@ def assert_sampled_from_its_supports(experience: Experience, policies: dict[int,
 
 def test_supports_stay_with_their_tokens_through_syncs_and_a_resume(tmp_path: Path) -> None:
     kept = Versions()
-    first, second = TinyGRPO(POLICY, sampling=SAMPLING), TinyGRPO(POLICY, sampling=SAMPLING)
+    first, second = (TinyGRPO(POLICY, sampling=SAMPLING, score_centering=True) for _ in range(2))
     for module, num, resumed in ((first, 4, None), (second, 6, tmp_path / "step=3.ckpt")):
         save = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
         callbacks = [StalenessControl(2), kept, save]

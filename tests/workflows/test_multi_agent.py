@@ -84,11 +84,11 @@ def test_an_opponents_tokens_are_in_no_trajectory_and_it_never_asks_the_policy()
     made, engine = workflow(*STEPS), writes(A, C)
     asked: list[Any] = []
 
-    async def opponent(session: str, turn: int, token_ids: list[int], max_new_tokens: int) -> Completion:
+    async def opponent(prompt: Any, session: str, turn: int, token_ids: list[int], max_new_tokens: int) -> Completion:
         asked.append((turn, token_ids))
         return Completion(B, [-1.0] * len(B), [7] * len(B), "stop")
 
-    made.opponent, made.seat = opponent, lambda session, roles: roles[1]
+    made.invite(opponent, lambda session, roles: roles[1])
     trajectory = played(made, engine)
     assert asked == [(1, ids_of("he: 12"))]
     assert trajectory.token_ids == [*ids_of(), *A, *ids(turn_of("she: 3")), *C]
@@ -113,6 +113,23 @@ def test_an_opponents_tokens_are_in_no_trajectory_and_it_never_asks_the_policy()
 def test_a_wrong_answer_drops_the_episode(answers: Any, message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         played(workflow(*answers), writes(A, B, C))
+
+
+class ClosesBadly(Debate):
+    def close(self) -> None:
+        raise OSError("gone")
+
+
+def test_a_failing_close_keeps_the_episode(caplog: pytest.LogCaptureFixture) -> None:
+    trajectory = played(workflow(*STEPS, kind=ClosesBadly), writes(A, B, C))
+    assert trajectory.metrics["turns"] == 3
+    assert "Closing the environment of prompt" in caplog.text
+
+
+def test_an_empty_completion_ends_an_episode_without_a_turn() -> None:
+    trajectory = played(workflow(*STEPS), writes(A, []))
+    assert trajectory.is_truncated
+    assert trajectory.metrics == {"turns": 1.0, "opponent_fraction": 0.0, "reward_pro": 0.0}
 
 
 def test_limits_end_an_episode() -> None:

@@ -53,7 +53,7 @@ class Trace(RLCallback):
         max_mib: maximum size of one process's files; the oldest iterations are deleted.
     """
 
-    run_folder_output = "trace"  # which two runs must not write at once
+    run_folder_output = "trace"  # two runs must not write it at the same time
 
     def __init__(self, max_cost: float = 0.005, max_mib: int = 256) -> None:
         if not 0 < max_cost <= 1:

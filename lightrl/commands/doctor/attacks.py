@@ -1,4 +1,4 @@
-"""Attacks a reward before the run: completions that must earn nothing beside the data's answers, which must earn all.
+"""Attacks a reward before the run: completions that must earn nothing, and the data's answers, which must earn all.
 
 A policy finds what a reward overlooks. The attacks are what policies were seen to find: nothing, the question again,
 every answer at once, a number with a hedge, the answer only in the thinking, a repeated key, a program that exits.
@@ -54,7 +54,8 @@ def attack(
         compute: computes the rewards of trajectories.
 
     Returns:
-        A table as text, and the number of answers that earn nothing plus that of attacks that succeed.
+        A table as text, and the number of answers that earn nothing plus that of attacks that succeed; without answers
+        to compare with, 0.
     """
 
     def values_of(attempts: Sequence[Attempt]) -> list[float | None]:
@@ -62,38 +63,38 @@ def attack(
         return [row.reward if row.reward is None else row.metrics.get(ACCURACY, row.reward) for row in rows]
 
     answers = [[text.strip() for text in accepted] for accepted in answers]
-    known = [row for row, accepted in enumerate(answers) if accepted]
-    nothing = [Attempt("an empty completion", row, "") for row in range(len(prompts))]
-    written = [Attempt(GOLD, row, form.format(answers[row][0])) for form in FORMS for row in known]
-    first = values_of([*nothing, *written])  # in one call, since each starts a reward worker
+    answered = [row for row, accepted in enumerate(answers) if accepted]
+    empties = [Attempt("an empty completion", row, "") for row in range(len(prompts))]
+    gold_attempts = [Attempt(GOLD, row, form.format(answers[row][0])) for form in FORMS for row in answered]
+    first = values_of([*empties, *gold_attempts])  # in one call, since each starts a reward worker
     empty, gold = first[: len(prompts)], first[len(prompts) :]
-    by_form = {form: gold[index * len(known) :][: len(known)] for index, form in enumerate(FORMS)}
+    by_form = {form: gold[index * len(answered) :][: len(answered)] for index, form in enumerate(FORMS)}
     lowest = [0.0 if value is None else value for value in empty]
-    nothing_of = [lowest[row] for row in known]  # what a failure counts as
-    form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], nothing_of)))
-    best = dict(zip(known, map(_or_else, by_form[form], nothing_of), strict=True))
-    right = [row for row in known if best[row] > lowest[row]]
+    lowest_of_answered = [lowest[row] for row in answered]  # what a failure counts as
+    form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], lowest_of_answered)))
+    best = dict(zip(answered, map(_or_else, by_form[form], lowest_of_answered), strict=True))
+    right = [row for row in answered if best[row] > lowest[row]]
     attempts = [item for row in range(len(prompts)) for item in _attempts(row, prompts, answers, form)]
     values = [*empty, *values_of(attempts)]
-    attempts = [*nothing, *attempts]
+    attempts = [*empties, *attempts]
 
     lines: list[tuple[str, str, str]] = []
-    missed = [row for row in known if row not in right]
-    if known:
+    missed = [row for row in answered if row not in right]
+    if answered:
         example = f"{prompts[missed[0]].id}: {form.format(answers[missed[0]][0])}" if missed else ""
-        lines.append((GOLD, f"{len(right)} of {len(known)}", example))
+        lines.append((GOLD, f"{len(right)} of {len(answered)}", example))
     num_hits = 0
     for name in dict.fromkeys(attempt.name for attempt in attempts):
-        tried = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
+        attempted = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
         # without an answer to compare with, whatever earns more than nothing is shown
-        judged = [pair for pair in tried if pair[0].row in right or not known]
-        hits = [item for item, value in judged if value is not None and value > _bound(item.row, best, lowest)]
-        num_failed = sum(value is None for _, value in tried)
+        compared = [pair for pair in attempted if pair[0].row in right or not answered]
+        hits = [item for item, value in compared if value is not None and value > _bound(item.row, best, lowest)]
+        num_failed = sum(value is None for _, value in attempted)
         num_hits += len(hits)
         failed = f", {num_failed} failed" if num_failed else ""
         example = f"{prompts[hits[0].row].id}: {hits[0].text}" if hits else ""
-        lines.append((name, f"{len(hits)} of {len(judged)}{failed}", example))
-    return _table(lines, form if known else None, len(missed), num_hits), len(missed) + num_hits
+        lines.append((name, f"{len(hits)} of {len(compared)}{failed}", example))
+    return _table(lines, form if answered else None, len(missed), num_hits), len(missed) + (num_hits if answered else 0)
 
 
 def references_of(prompt: Prompt, column: str) -> list[str]:

@@ -117,6 +117,12 @@ class _DoctorCLI(LightRLCLI):
         if options.command == "replay":
             self._show(options.file, module, num=options.n)
             return
+        tasks = getattr(datamodule, "tasks", {})
+        if label := next((name for name, task in tasks.items() if task.reward or task.workflow), None):
+            raise UsageError(
+                f"lightrl doctor reward tries the module's reward and workflow, but source {label!r} has its own. "
+                "Remove `task` from data.train, and set model.reward and model.workflow to the source's."
+            )
         prompts = first_prompts(module, datamodule, options.n)
         column = getattr(datamodule, "answer_column", None) or "answer"
         if options.completions == "reference":

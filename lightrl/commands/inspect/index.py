@@ -30,17 +30,26 @@ _TEXTS = ("prompt", "prompt_text", "excerpt")  # columns that are searched for w
 COLUMNS = (*_NUMBERS, "finish", *_TEXTS)
 _MAX_WORDS = 100
 _MAX_LINE_BYTES = 2**28
-_SCHEMA_VERSION = 3
+_SCHEMA_VERSION = 4
 _CREATE = """
 CREATE TABLE IF NOT EXISTS files (name TEXT PRIMARY KEY, size INTEGER, time INTEGER, id INTEGER);
 CREATE TABLE IF NOT EXISTS rows (file INTEGER, start INTEGER, size INTEGER, iteration INTEGER, "group" INTEGER,
     sample INTEGER, reward REAL, advantage REAL, length INTEGER, staleness INTEGER, finish TEXT, prompt TEXT,
-    prompt_text TEXT, excerpt TEXT);
+    prompt_text TEXT, excerpt TEXT, is_hidden INTEGER);
+CREATE VIEW IF NOT EXISTS shown AS SELECT rowid AS id, * FROM rows WHERE NOT is_hidden;
 CREATE INDEX IF NOT EXISTS rows_of_file ON rows (file);
 CREATE INDEX IF NOT EXISTS rows_of_iteration ON rows (iteration, "group");
 CREATE INDEX IF NOT EXISTS rows_by_reward ON rows (reward);
 CREATE INDEX IF NOT EXISTS rows_by_advantage ON rows (advantage);
 CREATE INDEX IF NOT EXISTS rows_by_length ON rows (length);
+"""
+_HIDE = """
+WITH dropped AS (SELECT rowid AS id, "group", excerpt FROM rows WHERE finish LIKE 'dropped%'),
+    kept AS (SELECT excerpt, count(*) AS num FROM dropped WHERE "group" IS NOT NULL GROUP BY excerpt),
+    problems AS (SELECT id, excerpt, row_number() OVER (PARTITION BY excerpt ORDER BY id) AS place FROM dropped
+        WHERE "group" IS NULL)
+UPDATE rows SET is_hidden = 1 WHERE rowid IN
+    (SELECT id FROM problems JOIN kept ON kept.excerpt = problems.excerpt WHERE place <= num)
 """
 _CONDITION = re.compile(r"^([A-Za-z_]+)(<=|>=|!=|=|<|>)(.*)$")
 _COLUMNS = ", ".join(f'"{name}"' for name in COLUMNS)
@@ -84,10 +93,9 @@ class TrajectoryIndex:
                             _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
-            with database:  # a problem whose trajectory is in a file of failures
-                dropped = "finish LIKE 'dropped%' AND \"group\" IS"
-                kept = f"SELECT excerpt FROM rows WHERE {dropped} NOT NULL"
-                database.execute(f"DELETE FROM rows WHERE {dropped} NULL AND excerpt IN ({kept})")
+            with database:  # hides as many problems with a text as there are trajectories with it in files of failures
+                database.execute("UPDATE rows SET is_hidden = 0 WHERE is_hidden")
+                database.execute(_HIDE)
             return self.num_missing
 
     def page(
@@ -107,10 +115,9 @@ class TrajectoryIndex:
         direction = "DESC" if descending else "ASC"
         tie = "ASC" if sort == "iteration" else direction  # keeps an iteration's trajectories in order
         with closing(self._connect()) as database:
-            (total,) = database.execute(f"SELECT count(*) FROM rows {where}", values).fetchone()
+            (total,) = database.execute(f"SELECT count(*) FROM shown {where}", values).fetchone()
             rows = database.execute(
-                f'SELECT rowid, {_COLUMNS} FROM rows {where} ORDER BY "{sort}" {direction}, rowid {tie} '
-                "LIMIT ? OFFSET ?",
+                f'SELECT id, {_COLUMNS} FROM shown {where} ORDER BY "{sort}" {direction}, id {tie} LIMIT ? OFFSET ?',
                 [*values, max(0, min(limit, 1000)), offset],
             )
             return {"total": total, "rows": _dicts(rows), "notes": notes}
@@ -119,13 +126,13 @@ class TrajectoryIndex:
         """Returns at most `num` rows: the same number from each iteration, in whole groups if a group fits."""
         with closing(self._connect()) as database:
             total, iterations, size = database.execute(
-                "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM rows"
+                "SELECT count(*), count(DISTINCT iteration), max(sample) + 1 FROM shown"
             ).fetchone()
             num_each = num if total <= num else max(1, num // iterations)
             num_each -= num_each % size if size and num_each > size else 0
             order = 'PARTITION BY iteration ORDER BY "group" IS NULL, "group", sample'
             samples = database.execute(
-                f"SELECT id, {_COLUMNS} FROM (SELECT rowid AS id, *, row_number() OVER ({order}) AS place FROM rows) "
+                f"SELECT id, {_COLUMNS} FROM (SELECT *, row_number() OVER ({order}) AS place FROM shown) "
                 "WHERE place <= ? ORDER BY place, iteration",
                 [num_each],
             )
@@ -227,7 +234,7 @@ def _forget(database: sqlite3.Connection, name: str, number: int) -> None:
 
 def _add(database: sqlite3.Connection, path: Path, number: int, name: str, stamp: tuple[int, int]) -> None:
     database.execute("INSERT INTO files VALUES (?, ?, ?, ?)", [name, *stamp, number])
-    marks = ", ".join("?" * (3 + len(COLUMNS)))
+    marks = ", ".join("?" * (4 + len(COLUMNS)))
     database.executemany(f"INSERT INTO rows VALUES ({marks})", _rows(path, number))
 
 
@@ -242,7 +249,7 @@ def _rows(path: Path, number: int) -> Iterator[Sequence[object]]:
                 return
             record = _columns(content, start, end)
             if record is not None:
-                yield (number, start, end - start, *(_storable(record.get(name)) for name in COLUMNS))
+                yield (number, start, end - start, *(_storable(record.get(name)) for name in COLUMNS), 0)
             start = end + 1
 
 

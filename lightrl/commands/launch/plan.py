@@ -20,7 +20,7 @@ from lightrl.commands.launch.settings import Launch, Layout, Resources, allocati
 from lightrl.engines.servers.addresses import ADDRESS_VARIABLES
 from lightrl.engines.servers.registry import SCHEME
 from lightrl.models import RoleMesh
-from lightrl.plan import NODE_RANKS, PlannedRun, memory_line, misfits, num_devices
+from lightrl.plan import NODE_RANKS, PlannedRun, memory_line, misfits, num_devices, num_nodes
 from lightrl.strategies.parallel_3d import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
@@ -414,9 +414,12 @@ def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
 
 def _launched(run: PlannedRun, launch: Launch, layout: Layout, split: tuple[int, int]) -> PlannedRun:
     """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
+    gpus = launch.gpus_per_node or NODE_RANKS
+    run = replace(run, gpus_per_node=gpus)
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)
     roles = tuple(replace(role, cp=max(role.cp, layout.cp)) for role in run.roles)
     run = replace(run, ep=max(run.ep, layout.ep), roles=roles, sizing=functools.partial(_sizing, launch))
+    run = replace(run, num_nodes=num_nodes(run.world, gpus))
     if run.engine is None or not layout.servers:
         return run
     return replace(run, engine=replace(run.engine, place="servers", servers=layout.servers, tp=layout.tp))

@@ -127,7 +127,7 @@ class LocalEngine(RolloutEngine):
     """
 
     continues_completions = True
-    returns_topk = True
+    reads_prompts = returns_topk = True
     probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of a quickstart iteration
 
     def __init__(
@@ -338,10 +338,9 @@ class LocalEngine(RolloutEngine):
 
     def _scores(self, token_ids: list[int]) -> list[float]:
         chosen = torch.tensor(token_ids[1:], device=self.device)[:, None]
-        return [0.0, *self._log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
+        return [0.0, *self.log_probabilities(token_ids).gather(1, chosen)[:, 0].tolist()]
 
-    def _log_probabilities(self, token_ids: list[int]) -> Tensor:
-        """Returns the log probabilities [T - 1, V] of the token after each token but the last."""
+    def log_probabilities(self, token_ids: list[int]) -> Tensor:
         with self._started().held("score"), torch.inference_mode():
             assert self._decoder is not None
             return torch.log_softmax(self._decoder.logits(token_ids[:-1]), -1)

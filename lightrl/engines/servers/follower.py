@@ -73,7 +73,7 @@ class Follower:
     make_router: Callable[..., Router] = Router
     reads_grammars: bool = False
     weight_version: int = -1
-    continues_completions: ClassVar[bool] = True
+    continues_completions = returns_topk = True
     check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.columns import SUPPORTS, TOPK_IDS, TokenArray, column_named, extended, topk_columns
+from lightrl.columns import SUPPORTS, TOPK_IDS, TOPK_LOGPROBS, TokenArray, column_named, extended, topk_columns
 from lightrl.engines.engine import Completion
 from lightrl.errors import EngineError
 from lightrl.functional import encode_supports
@@ -149,7 +149,12 @@ class CompletionDraft:
                 columns.pop(SUPPORTS.name, None)
             num_top = self.sampling.topk_logprobs
             if num_top and answer.top is not None and len(answer.top) == len(token_ids):
-                columns |= topk_columns(answer.top, num_top)
+                try:
+                    top: dict[str, Any] = topk_columns(answer.top, num_top)
+                    _check_numbers(top[TOPK_IDS.name], top[TOPK_LOGPROBS.name], self.vocab_size)
+                except (OverflowError, TypeError, ValueError) as error:
+                    raise MalformedAnswer(f"{server} returned likely tokens with {error}.") from error
+                columns |= top
             for name, is_needed in {
                 SUPPORTS.name: self.sampling.is_truncated,
                 TOPK_IDS.name: num_top > 0,
@@ -232,14 +237,15 @@ def request_seed(seed: int, sample: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest(), "big") >> 1
 
 
-def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float]) -> None:
+def _check_numbers(token_ids: TokenArray[int], logprobs: TokenArray[float], num_ids: float = math.inf) -> None:
     """Raises ValueError for impossible values, because training might not notice them."""
     numbers = np.asarray(logprobs)
     if not (np.isfinite(numbers) & (numbers <= _ABOVE_0_NATS)).all():
         wrong = next(number for number in logprobs if not -math.inf < number <= _ABOVE_0_NATS)
         raise ValueError(f"a logprob of {wrong:g}")
-    if (np.asarray(token_ids) < 0).any():
-        raise ValueError(f"a token id of {min(token_ids)}")
+    ids = np.asarray(token_ids)
+    if (wrong_ids := ids[(ids < 0) | (ids >= num_ids)]).size:
+        raise ValueError(f"a token id of {wrong_ids[0]}")
 
 
 @dataclass(frozen=True)

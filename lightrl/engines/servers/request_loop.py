@@ -321,6 +321,8 @@ class RequestLoop:
             router.end_request(server, draft.max_tokens)
         draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)
+        if draft.sampling.grammar and not draft.finish_reason and overdue.when() <= asyncio.get_running_loop().time():
+            raise ValueError(f"A constrained completion took over {limit_s:g} s (generate_s) and cannot be continued.")
 
     async def _find_server(self, session: str, failed: set[Server], *, min_version: int = -1) -> Server:
         """Waits until the gate is open, the router can send and a server is routable; returns the server."""

@@ -69,7 +69,7 @@ def _parse(answer: Any) -> RawAnswer:
         supports if are_complete and any(len(tokens) > 1 for tokens in top_tokens) else None,
         full_support=min(full_sizes, default=None),
         top=[
-            [(token["logprob"], token["token_id"]) for token in tokens if token["logprob"] > _IMPOSSIBLE]
+            [(token["logprob"], token["token_id"]) for token in tokens if not token["logprob"] <= _IMPOSSIBLE]  # NaN
             for tokens in top_tokens
         ],
         rid=str(answer.get("request_id")).removeprefix(PREFIX),

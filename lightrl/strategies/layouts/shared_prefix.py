@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # Cost of one more forward, in tokens. Fewer tokens of padding are cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
 MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
-MIN_SEGMENT_TOKENS = 16  # of a packed row: a shorter segment is repeated, since each one is a part of the attention
+MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated: each segment is one more attention
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
 _KEYS_OF_A_TOKEN = 768

@@ -43,7 +43,8 @@ class OtherPrompts:
         """Makes them from rank 0's trajectories and gives them to all ranks. Collective.
 
         Raises:
-            ValueError: if a trajectory of several conversations, which has no single prompt, gets another prompt.
+            ValueError: if a trajectory of several conversations, which has no single prompt, or one with images gets
+                another prompt.
         """
         values = None
         if ranks.is_main:
@@ -53,6 +54,11 @@ class OtherPrompts:
                     raise ValueError(
                         f"The trajectory of prompt {item.prompt.id!r} has several conversations, so no other prompt "
                         "can replace its own. Leave teacher_prompt out, or use a workflow with one conversation."
+                    )
+                if prompt and (item.prompt.images or item.images):
+                    raise ValueError(
+                        f"The trajectory of prompt {item.prompt.id!r} has images, which another prompt's token ids do "
+                        "not contain. Leave teacher_prompt out, or return None for rows with images."
                     )
             values = [prompts, [*map(cls.start_of, trajectories)]]
         return cls(*ranks.broadcast_json(values))

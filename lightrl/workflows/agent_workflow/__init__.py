@@ -3,6 +3,7 @@
 Reading order:
     workflow.py           AgentWorkflow: runs a function, or a program (command.py)
     endpoint.py           the HTTP server that agents call; frozen_models.py sends requests on to other models
+    policy_access.py      serves the policy to evaluation tools, which nothing records
     session.py            records the requests of one trajectory as turns of tokens
     constraints.py        what a request asks of an answer's form, for the engine's grammar
     completion_parser.py  splits a completion into thinking, text and tool calls
@@ -22,9 +23,12 @@ from lightrl.workflows.agent_workflow.command import (
     row_folder,
     run_under_guard,
 )
+from lightrl.workflows.agent_workflow.endpoint import serving_policy
 from lightrl.workflows.agent_workflow.frozen_models import FrozenModel
+from lightrl.workflows.agent_workflow.policy_access import PolicyAccess
 from lightrl.workflows.agent_workflow.protocol import RequestPattern
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
-__all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "RequestPattern"]
+__all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "PolicyAccess", "RequestPattern"]
 __all__ += ["AgentCommand", "AgentFailed", "StartProgram", "check_command", "row_folder", "run_under_guard"]
+__all__ += ["serving_policy"]

@@ -58,6 +58,7 @@ class ChatExchange(Exchange):
             num_choices=self.num_choices(),
             schema=self.schema_of(self.fields.get("response_format")),
             forced_tool=forced_tool,
+            hidden_tools=[] if may_call else tools,
             model=self.model,
         )
 
@@ -134,8 +135,10 @@ def _read_call(call: object) -> JsonObject:
 
 
 def _read_tool(tool: JsonMapping) -> JsonObject:
-    function = tool.get("function")
-    if isinstance(function, Mapping):
+    if "function" in tool:
+        function = tool["function"]
+        if not isinstance(function, Mapping):
+            raise RequestRefused(f"A tool's function must have a name, got {tool!r:.120}.")
         tool_of(function.get("name"), None, function.get("parameters"))
     return dict(tool)
 

@@ -88,7 +88,7 @@ class AgentLimits:
         memory_mib: memory of all processes of a program together.
         disk_mib: size of each file and, checked about once a second, of all files together.
         processes: processes and threads of a program; it cannot start more.
-        requests: answers to the agent.
+        requests: answers to the agent, and its requests to frozen models.
         turns: answers in one conversation.
         rows: conversations that train, with the branches of each.
         total_tokens: tokens of all the agent's rows, which are read as one microbatch; an answer is cut there.
@@ -120,10 +120,10 @@ class AgentResult:
     """
 
     reward: float | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
     workspace: str | None = None  # a folder for the reward function, deleted afterwards
     output: str = ""
     is_truncated: bool = False  # ended by a limit
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class AgentFailed(RolloutError):
@@ -162,8 +162,7 @@ class AgentCommand:
             is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
-            reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error  # of the first file not copied
-            problem = self.without_secrets(str(reason)).rstrip(".")
+            problem = self.without_secrets(str(error)).rstrip(".")
             raise RolloutError(f"{self.command[0]} could not be started: {problem}.{help_}") from error
         finally:
             delete_workspace(None if is_kept else workspace)

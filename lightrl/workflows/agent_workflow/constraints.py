@@ -7,11 +7,18 @@ read. The tokens that the grammar allows are the support of each sampled token, 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterator
 
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_workflow.protocol import AgentRequest, RequestRefused
 
 _THINKING = ("<think>", "</think>")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_MAX_COUNT = 10_000  # in a schema, or of a regular expression's repetitions, nested ones multiplied
+_MAX_PATTERN_CHARS = 1_000
+_MAX_GRAMMAR_CHARS = 200_000
 
 
 def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_hermes: bool) -> str:
@@ -27,7 +34,7 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
     """
     if request.schema is None and request.forced_tool is None:
         return ""
-    names = [tool["function"]["name"] for tool in request.tools]
+    names = [tool["function"]["name"] for tool in request.tools if "function" in tool]
     if request.forced_tool is not None and (not names or request.forced_tool not in ("", *names)):
         required = f"the tool {request.forced_tool!r:.80}" if request.forced_tool else "a call"
         raise RequestRefused(f"tool_choice requires {required}, but the tools are {names!r:.200}.")
@@ -36,6 +43,9 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
         raise RequestRefused(f"{text} {way_out(request)}")
     if opening and opening.strip() != _THINKING[0]:
         text = f"The policy's thinking begins with {opening.strip()!r}, after which no constraint can begin."
+        raise RequestRefused(f"{text} {way_out(request)}")
+    if request.schema is not None and names and not is_hermes:
+        text = "A response format with tools needs calls in Hermes' format, because it would forbid the policy's calls."
         raise RequestRefused(f"{text} {way_out(request)}")
     answers: list[JsonObject] = []
     if request.schema is not None and request.forced_tool is None:
@@ -50,7 +60,37 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
         answer = thinking
     elif may_think:
         answer = {"type": "or", "elements": [answer, thinking]}
-    return json.dumps({"type": "structural_tag", "format": answer}, sort_keys=True)
+    grammar = json.dumps({"type": "structural_tag", "format": answer}, sort_keys=True)
+    costs = _costs(answers) if len(grammar) <= _MAX_GRAMMAR_CHARS else iter([f"{len(grammar):,} characters"])
+    if cost := next(costs, None):
+        raise RequestRefused(f"The constraint costs the engine's grammar too much: it has {cost}. {way_out(request)}")
+    return grammar
+
+
+def _costs(value: object) -> Iterator[str]:
+    """Yields what in a format or schema could occupy a server for long."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _costs(item)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if name in _COUNTS and isinstance(item, int | float) and item > _MAX_COUNT:
+                yield f"{name}={item}, more than {_MAX_COUNT:,}"
+            is_named = name == "patternProperties" and isinstance(item, dict)
+            for pattern in item if is_named else [item] if name == "pattern" else []:
+                if isinstance(pattern, str) and _is_costly(pattern):
+                    yield f"the pattern {pattern!r:.80}, with over {_MAX_PATTERN_CHARS} characters or many repetitions"
+            yield from _costs(item)
+
+
+def _is_costly(pattern: str) -> bool:
+    counts = re.findall(r"(\)?)\{(\d*)(?:,(\d*))?\}", pattern)
+    of_groups, others = (
+        [min(float(high or low or 1), 1e9) for group, low, high in counts if bool(group) == is_group]
+        for is_group in (True, False)
+    )
+    num_repeated = math.prod(of_groups) * max(others, default=1.0)  # groups may be nested
+    return len(pattern) > _MAX_PATTERN_CHARS or num_repeated > _MAX_COUNT
 
 
 def way_out(request: AgentRequest) -> str:
@@ -68,7 +108,7 @@ def _calls(request: AgentRequest) -> JsonObject:
             "content": {"type": "json_schema", "json_schema": function.get("parameters") or {"type": "object"}},
             "end": "}\n</tool_call>",
         }
-        for function in (tool["function"] for tool in request.tools)
+        for function in (tool["function"] for tool in request.tools if "function" in tool)
         if request.forced_tool in (None, "", function["name"])
     ]
     calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}

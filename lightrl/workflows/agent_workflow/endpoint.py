@@ -6,7 +6,8 @@
 
 A base_url is http://127.0.0.1:<port>/sessions/<id>/v1; Anthropic's clients expect it without the `/v1`. Every route
 requires the session's random key, as a Bearer token or in the header x-api-key. Requests to a frozen model are sent on
-to its server unchanged, and are not recorded (frozen_models.py).
+to its server, counted but not recorded (frozen_models.py). `serving_policy` opens a base_url for evaluation, with the
+routes of policy_access.py.
 """
 
 from __future__ import annotations
@@ -14,23 +15,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import secrets
 import socket
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
 
 from aiohttp import web
 
 from lightrl.concurrency.abandon import abandon
 from lightrl.concurrency.listener import BACKLOG, Listener
+from lightrl.concurrency.loop_thread import LoopThread
 from lightrl.errors import RolloutError
 from lightrl.trajectory import JsonObject
 from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
 from lightrl.workflows.agent_workflow.frozen_models import FrozenModel, forward
 from lightrl.workflows.agent_workflow.messages_protocol import MessagesExchange
+from lightrl.workflows.agent_workflow.policy_access import CompletionsExchange, PolicyAccess, SampledChatExchange
 from lightrl.workflows.agent_workflow.protocol import Answer, Exchange, RequestRefused, no_such_model
 from lightrl.workflows.agent_workflow.responses_protocol import ResponsesExchange
 from lightrl.workflows.agent_workflow.session import AgentSession
@@ -44,11 +49,13 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
     "messages/count_tokens": MessagesExchange,
     "responses": ResponsesExchange,
 }
+_EVALUATION: dict[str, type[Exchange]] = {"chat/completions": SampledChatExchange, "completions": CompletionsExchange}
 MAX_BODY_BYTES = 100 * 10**6
 WAITING_S = 15.0  # between keep-alive events while a stream has no answer yet
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, so that no client reuses a connection that is closing
 _BODY_S = 60.0
+_LOOP_S = 60.0
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -62,16 +69,26 @@ class OpenAIEndpoint:
         max_sessions: how many sessions may be open at the same time; further sessions wait.
         host: an address of this machine, to which the port is bound and at which agents call it.
         frozen: other models that agents may use, by name.
+        port: 0 for any that is free.
+        key: of every session; by default each has a random one.
     """
 
     def __init__(
-        self, *, max_sessions: int = 64, host: str = LOOPBACK, frozen: Mapping[str, FrozenModel] | None = None
+        self,
+        *,
+        max_sessions: int = 64,
+        host: str = LOOPBACK,
+        frozen: Mapping[str, FrozenModel] | None = None,
+        port: int = 0,
+        key: str | None = None,
     ) -> None:
         self.max_sessions = max_sessions
         self.host = host
+        self.port = port
+        self.key = key
         self.frozen = frozen or {}
         self._secret = secrets.token_bytes(32)  # the sessions' keys are derived from it
-        self._sessions: dict[str, AgentSession] = {}
+        self._sessions: dict[str, AgentSession | PolicyAccess] = {}
         self._warned_fields: set[str] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -95,8 +112,8 @@ class OpenAIEndpoint:
         try:
             await asyncio.shield(self._port)
         except OSError as error:
-            text = f"The agents' endpoint could not open a port on {self.host}: {error}."
-            raise RolloutError(f"{text} endpoint_host must be an address of this machine.") from error
+            text = f"The endpoint could not open port {self.port or 'any'} on {self.host}: {error}."
+            raise RolloutError(f"{text} The host must be an address of this machine, and the port free.") from error
 
     async def close(self) -> None:
         """Closes the port, connections and sessions. Safe to call twice."""
@@ -105,7 +122,9 @@ class OpenAIEndpoint:
             await asyncio.wait({self._serving})
 
     @asynccontextmanager
-    async def serving(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
+    async def serving(
+        self, session: AgentSession | PolicyAccess, name: str | None = None
+    ) -> AsyncIterator[tuple[str, str]]:
         """Yields the base_url and the key of this session, which is open until the end of the block.
 
         Waits while `max_sessions` other sessions are open.
@@ -113,7 +132,7 @@ class OpenAIEndpoint:
         assert self._port is not None, "call start first"
         assert self._slots is not None, "call start first"
         async with self._slots:
-            name = secrets.token_hex(16)
+            name = name or secrets.token_hex(16)
             self._sessions[name] = session
             try:
                 host = f"[{self.host}]" if ":" in self.host else self.host
@@ -127,7 +146,7 @@ class OpenAIEndpoint:
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_get("/sessions/{session}/v1/models/{model:.+}", self._model)
-        for path in _PROTOCOLS:
+        for path in {**_PROTOCOLS, **_EVALUATION}:
             app.router.add_post(f"/sessions/{{session}}/v1/{{protocol:{path}}}", self._exchange)
         # A request is cancelled with its connection, so it leaves the engine if the agent's client disconnects.
         runner = web.AppRunner(
@@ -140,7 +159,7 @@ class OpenAIEndpoint:
         try:
             await runner.setup()
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-            with socket.create_server((self.host, 0), family=family, backlog=BACKLOG) as opened:
+            with socket.create_server((self.host, self.port), family=family, backlog=BACKLOG) as opened:
                 port.set_result(opened.getsockname()[1])
                 assert runner.server is not None
                 await self._listener.accept(opened, runner.server)
@@ -179,7 +198,7 @@ class OpenAIEndpoint:
             return _refusal(
                 RequestRefused(
                     f"{request.method} {request.path} is not served ({error.reason}). Use "
-                    f"{', '.join(_PROTOCOLS)} or models under the session's base_url.",
+                    f"{', '.join({**_PROTOCOLS, **_EVALUATION})} or models under the session's base_url.",
                     status=error.status,
                     code="not_served",
                 )
@@ -206,11 +225,16 @@ class OpenAIEndpoint:
             text = f"The request's body did not arrive within {_BODY_S:g} s."
             raise RequestRefused(text, status=408, code="request_timeout") from error
         if self.frozen and (frozen := self.frozen.get(_requested_model(body))) is not None:
+            session.count_forwarded()
             return await forward(request, body, path, frozen)
-        exchange = _PROTOCOLS[path].of_json(body, session.rules, session.items)
+        protocols = _EVALUATION if isinstance(session, PolicyAccess) else _PROTOCOLS
+        if path not in protocols:
+            text = f"{path} is not served here. Use {', '.join(protocols)}."
+            raise RequestRefused(text, status=404, code="not_served")
+        exchange = protocols[path].of_json(body, session.rules, session.items)
         for name in [name for name in dict.fromkeys(exchange.ignored) if name not in self._warned_fields]:
             self._warned_fields.add(name)
-            log.warning("Ignoring %s in an agent's request: the run's sampling and the agent's own tools apply.", name)
+            log.warning("Ignoring %s in a request: the run's sampling and the agent's own tools apply.", name)
         encoded = await session.prepare(exchange.request)
         if path.endswith("count_tokens"):
             return web.json_response({"input_tokens": encoded.num_prompt_tokens})
@@ -224,9 +248,10 @@ class OpenAIEndpoint:
 
     def _key_of(self, name: str) -> str:
         """Returns a session's key. It never starts with "-", so that it can be a command-line argument."""
-        return hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
+        return self.key or hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
-    def _session(self, name: str) -> AgentSession:
+    def _session(self, name: str) -> Any:
+        """Returns what answers the requests of a base_url: an AgentSession or a PolicyAccess."""
         session = self._sessions.get(name)
         if session is None:
             raise RequestRefused(
@@ -236,6 +261,35 @@ class OpenAIEndpoint:
                 code="session_not_found",
             )
         return session
+
+
+@contextmanager
+def serving_policy(
+    access: PolicyAccess, *, host: str = LOOPBACK, port: int = 0, key: str | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yields a base_url at which tools may evaluate the policy until the end of the block, and its key.
+
+    The endpoint has an event loop and a thread of its own, so that the caller may block.
+
+    Raises:
+        RolloutError: if the port cannot be opened.
+    """
+
+    async def opened() -> tuple[str, str]:
+        await endpoint.start()
+        return await sessions.enter_async_context(endpoint.serving(access, "policy"))
+
+    async def close() -> None:
+        await sessions.aclose()
+        await endpoint.close()
+
+    endpoint, sessions = OpenAIEndpoint(host=host, port=port, key=key), AsyncExitStack()
+    thread = LoopThread(loop_timeout_s=_LOOP_S, on_exit=lambda error: log.error("A request raised %r.", error))
+    thread.start()
+    try:
+        yield thread.call(opened())
+    finally:
+        thread.close(close, _LOOP_S)
 
 
 def _requested_model(body: bytes) -> str:
@@ -250,6 +304,16 @@ def _model_of(name: str) -> JsonObject:
     """Returns a model as OpenAI's and Anthropic's clients expect it."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "lightrl"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def is_every_address(host: str) -> bool:
+    """Returns whether a port bound to this host is open at all addresses of the machine: "", "0", "0.0.0.0", "::0"."""
+    try:
+        addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)]
+    except (OSError, UnicodeError):  # a name
+        return not host
+    numbers = map(ipaddress.ip_address, addresses)
+    return any((getattr(number, "ipv4_mapped", None) or number).is_unspecified for number in numbers)
 
 
 def _warn_of_proxy(host: str) -> None:

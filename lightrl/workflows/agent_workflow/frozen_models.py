@@ -1,8 +1,9 @@
-"""FrozenModel: another model that agents use beside the policy. Its answers are not recorded and do not train."""
+"""FrozenModel: another model that agents use next to the policy. Its answers are not recorded and do not train."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import dataclass
 
@@ -11,7 +12,10 @@ from aiohttp import web
 
 from lightrl.workflows.agent_workflow.protocol import RequestRefused
 
+log = logging.getLogger(__name__)
+
 _CONNECT_S = 30.0
+_TOTAL_S = 3600.0
 _PASSED = ("Content-Type", "anthropic-version", "anthropic-beta")  # headers of the request and of the answer
 _CHUNK = 1 << 16
 
@@ -44,12 +48,12 @@ async def forward(request: web.Request, body: bytes, path: str, model: FrozenMod
     Raises:
         RequestRefused: if the server cannot be reached.
     """
-    if model.model is not None:
-        body = json.dumps({**json.loads(body), "model": model.model}).encode()
+    fields = json.loads(body)  # written anew, since a server may read a repeated key differently
+    body = json.dumps({**fields, "model": model.model or fields["model"]}).encode()
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     if key := os.environ.get(model.api_key_variable or ""):
         headers |= {"Authorization": f"Bearer {key}", "x-api-key": key}
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+    timeout = aiohttp.ClientTimeout(total=_TOTAL_S, sock_connect=_CONNECT_S)
     response: web.StreamResponse | None = None
     try:
         async with (
@@ -65,6 +69,7 @@ async def forward(request: web.Request, body: bytes, path: str, model: FrozenMod
     except (aiohttp.ClientError, OSError) as error:
         if response is not None:  # the answer has begun; closing the connection shows that it is incomplete
             raise
-        text = f"The frozen model at {model.url} does not answer: {error}."
+        log.warning("The frozen model at %s does not answer: %s", model.url, str(error) or type(error).__name__)
+        text = f"The frozen model {fields['model']!r:.80} does not answer. The run's log has the reason."
         raise RequestRefused(text, status=502, code="model_unreachable") from error
     return response

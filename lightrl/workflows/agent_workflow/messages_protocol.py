@@ -66,6 +66,7 @@ class MessagesExchange(Exchange):
             stop=self.stop_of("stop_sequences"),
             schema=self.schema_of(output.get("format") if isinstance(output, Mapping) else None),
             forced_tool=forced_tool,
+            hidden_tools=[] if may_call else shown,
             model=self.model,
         )
 

@@ -32,7 +32,9 @@ from lightrl.trajectory import JsonMapping, JsonObject, content_text, split_thin
 
 _MAX_DEPTH = 100
 _MAX_CHOICES = 128  # the largest `n`, as in OpenAI's API
-_KEY_CHARS = 256  # of a message's content in its key; a longer content is hashed
+_MAX_STOPS, _MAX_STOP_CHARS = 64, 1_000
+_MAX_SCHEMA_CHARS = 100_000
+_KEY_CHARS = 256  # longest content in a message's key; longer ones are hashed
 MODEL = "policy"
 IGNORABLE = ("tool_choice", "response_format")
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 500: "server_error"}
@@ -76,7 +78,9 @@ class AgentRequest:
     num_choices: int = 1
     schema: JsonMapping | None = None  # the JSON schema of the answer
     forced_tool: str | None = None  # a tool that the policy must call; "" for any of them
+    hidden_tools: list[JsonObject] = field(default_factory=list)  # tools that tool_choice forbids
     model: str = MODEL  # the name that the agent used
+    sampling: JsonMapping = field(default_factory=dict)  # set by evaluations; a run sets that of agents
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -111,14 +115,14 @@ class RequestPattern:
                 ) from error
 
     def matches(self, request: AgentRequest) -> bool:
-        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools)
+        tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools + request.hidden_tools)
         texts = {"model": request.model, "system": request.system, "tools": tools}
         return all(re.search(getattr(self, name) or "", text) for name, text in texts.items())
 
 
 @dataclass(frozen=True)
 class RequestRules:
-    """What the workflow's settings say about requests.
+    """The workflow's settings about requests.
 
     Args:
         models: the names under which agents may ask for the policy.
@@ -286,6 +290,9 @@ class Exchange(ABC):
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
             raise RequestRefused(f"{name} must be a text or a list of texts, got {value!r:.80}.")
+        if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARS for text in texts):
+            limits = f"at most {_MAX_STOPS} texts of at most {_MAX_STOP_CHARS:,} characters"
+            raise RequestRefused(f"{name} must have {limits}, got {len(texts)} texts.")
         return tuple(text for text in texts if text)
 
     def num_choices(self) -> int:
@@ -358,6 +365,8 @@ def tool_of(name: object, description: object, schema: object) -> JsonObject:
 def _schema_problem(text: str) -> str | None:
     import jsonschema
 
+    if len(text) > _MAX_SCHEMA_CHARS:
+        return f"it has {len(text):,} characters, more than {_MAX_SCHEMA_CHARS:,}"
     try:
         jsonschema.Draft202012Validator.check_schema(json.loads(text))
     except (jsonschema.SchemaError, RecursionError) as error:

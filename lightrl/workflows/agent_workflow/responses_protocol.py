@@ -69,6 +69,7 @@ class ResponsesExchange(Exchange):
             has_parallel_calls=self.has_parallel_calls(),
             schema=self.schema_of(text.get("format") if isinstance(text, Mapping) else None),
             forced_tool=forced_tool,
+            hidden_tools=[] if may_call else tools,
             model=self.model,
         )
 

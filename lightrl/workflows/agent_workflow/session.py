@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import math
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +36,9 @@ from lightrl.columns import cut
 from lightrl.concurrency.abandon import abandon, wait_or_abandon
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Completion
+from lightrl.engines.servers.connection import ServerRefused
 from lightrl.errors import LightRLError, RolloutError
+from lightrl.models.images import read_with_pillow
 from lightrl.trajectory import (
     LEADING_THOUGHTS,
     FinishReason,
@@ -63,11 +66,12 @@ from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3
 _LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for this many
+_MAX_IMAGES, _MAX_PIXELS = 64, 100 * 10**6  # in a request's new messages
 _T = TypeVar("_T")
 _Ids = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Snapshot:
     """The conversation after one answer; requests that continue it work on copies."""
 
@@ -75,11 +79,12 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    thinking: list[str]  # of each of the policy's messages; the answer's is the last
-    answer_id: str  # of the request, with the number of the choice after the first
+    thinking: list[str]  # one text per message of the policy; the answer's is the last
+    answer_id: str  # the request's id; later choices append their number
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
-    num_row_tokens: int  # all tokens; 0 if it does not train, or a longer conversation continues it
+    num_row_tokens: int  # all tokens; 0 if it does not train, or a longer conversation that trains continues it
+    parent: _Snapshot | None
 
 
 @dataclass(frozen=True)
@@ -95,8 +100,12 @@ class EncodedRequest:
     choice: int = 0  # the answer's index among `num_choices`
 
     @property
-    def adds_row(self) -> bool:
-        return self.parent is None or self.parent.num_row_tokens == 0
+    def row(self) -> _Snapshot | None:
+        """The conversation's last answer that trains, if its row can be continued; None if the request adds a row."""
+        last = self.parent
+        while last is not None and not last.is_trained:
+            last = last.parent
+        return last if last is not None and last.num_row_tokens else None
 
 
 @dataclass(eq=False)
@@ -118,7 +127,10 @@ class AgentSession:
         self._snapshots: list[_Snapshot] = []
         # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
-        self._pending: dict[asyncio.Task[Completion], bool] = {}  # whether it adds a row
+        # The same for answers with the stop text that ended them, which some agents write back.
+        self._stopped_keys: dict[tuple[object, ...], list[MessageKey]] = {}
+        self._pending: dict[asyncio.Task[Completion], EncodedRequest] = {}
+        self._num_forwarded = 0
         self._num_tokens = 0  # of all rows
         self.items: dict[str, JsonObject] = {}  # output items of responses, by id
         self._is_closed = False
@@ -132,11 +144,13 @@ class AgentSession:
                 set too.
         """
         with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
-            keys = [self._keys.get(_identity(message), message_key(message)) for message in request.messages]
+            keys: list[MessageKey] = []
+            for message in request.messages:
+                keys.append(self._key_of(message, keys))
             parent = self._find_parent(keys, request)
             new = request.messages if parent is None else request.messages[len(parent.keys) :]
             try:
-                bare, images = self.renderer.take_images(new)
+                bare, images = await self._encoded(request, self._take_images, new)
             except RolloutError as error:
                 raise RequestRefused(str(error)) from error
             if parent is None:
@@ -183,6 +197,13 @@ class AgentSession:
         for task in self._pending:
             task.cancel()
 
+    def count_forwarded(self) -> None:
+        """Counts a request to a frozen model; raises RequestRefused if the session is over or has no requests left."""
+        if self._is_closed:
+            raise _session_over()
+        self._check_limit("requests", self._num_requests, "answers")
+        self._num_forwarded += 1
+
     @property
     def has_answers(self) -> bool:
         """Whether the policy gave an answer that trains."""
@@ -200,7 +221,8 @@ class AgentSession:
             is_truncated: whether a limit ended the agent, not only refused a request.
 
         Raises:
-            RolloutError: if the agent sent no request that trains, or there is no answer for a reward.
+            RolloutError: if the agent sent no request that trains, there is no answer for a reward, or several rows
+                have images.
         """
         trained = [snapshot for snapshot in self._snapshots if snapshot.is_trained]
         if not trained:
@@ -209,6 +231,11 @@ class AgentSession:
                 "use the base_url and api_key that it gets, and untrained must not match all of its requests."
             )
         joined, num_rows, last_turns = _join(trained)
+        if num_rows > 1 and any(map(_has_images, (one.conversation for one in trained))):
+            raise RolloutError(
+                f"The answers to prompt {self.prompt.id!r} are in {num_rows} rows and have images, which the trainer "
+                "reads only in one row. Let the agent continue the conversation that has the images."
+            )
         num_turns = len(joined.turns)
         turn_rewards = [0.0] * num_turns
         turn_rewards[-1] = reward or 0.0
@@ -302,14 +329,15 @@ class AgentSession:
         key, identity = message_key(answer.message), _identity(answer.message)
         if calls:
             self._keys[identity] = key
-        if stopped_by is not None:  # some agents write the stop text back
-            self._keys[_identity({**answer.message, "content": answer.content + stopped_by})] = key
+        if stopped_by is not None:
+            written_back = _identity({**answer.message, "content": answer.content + stopped_by})
+            self._stopped_keys.setdefault(written_back, []).append(key)
         thinking = [thinking_of(each) for each in request.messages if each["role"] == "assistant"]
         keys, tools, parent = [*encoded.keys, key], request.tools, encoded.parent
-        if parent is not None:  # this conversation shares what it repeats
-            if is_trained:  # and replaces its row
-                self._num_tokens -= parent.num_row_tokens
-                parent.num_row_tokens = 0
+        if is_trained and (row := encoded.row) is not None:  # this conversation replaces its row
+            self._num_tokens -= row.num_row_tokens
+            row.num_row_tokens = 0
+        if parent is not None:  # and shares what it repeats
             conversation.compact(parent.conversation)
             keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
         snapshot = _Snapshot(
@@ -322,6 +350,7 @@ class AgentSession:
             is_trained,
             encoded.num_prompt_tokens,
             len(conversation.token_ids) if is_trained else 0,
+            parent,
         )
         self._num_tokens += snapshot.num_row_tokens
         self._snapshots.append(snapshot)
@@ -343,35 +372,77 @@ class AgentSession:
         if not stops or stop_in(len(ids)) is None:
             return completion, None
         num = bisect.bisect_left(range(1, len(ids)), True, key=lambda num: stop_in(num) is not None) + 1
-        return _cut(completion, num, "stop"), stop_in(num)
+        return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
         """Refuses a request beyond a limit of the agent; counts those that wait for the engine too."""
-        used = {
-            "requests": (len(self._snapshots) + len(self._pending), "answers"),
-            "turns": ([role for role, _, _ in encoded.keys].count("assistant"), "answers in one conversation"),
-            "total_tokens": (self._num_other_tokens(encoded) + encoded.num_prompt_tokens, "tokens in all its rows"),
-        }
-        rows = [one for one in self._snapshots if one.num_row_tokens] if is_trained else []
-        num_rows = len(rows) + sum(self._pending.values())
-        if encoded.adds_row and is_trained:
-            used["rows"] = num_rows, "rows"
-        conversations = [encoded.conversation, *(row.conversation for row in rows)]
-        shown = [(*one.prompt.images, *one.images) for one in conversations]
-        if num_rows + encoded.adds_row > 1 and any(shown) and is_trained:
+        self._check_limit("requests", self._num_requests, "answers")
+        num_turns = [role for role, _, _ in encoded.keys].count("assistant")
+        self._check_limit("turns", num_turns, "answers in one conversation")
+        if not is_trained:
+            return
+        num_tokens = self._num_other_tokens(encoded) + encoded.num_prompt_tokens
+        self._check_limit("total_tokens", num_tokens, "tokens in all its rows")
+        pending = [each for each in self._pending.values() if self.rules.trains(each.request)]
+        rows = [one for one in self._snapshots if one.num_row_tokens]
+        # The first request that continues a row extends it; each further one adds a row.
+        num_rows, num_then = (
+            len(rows) + len(asked) - len({each.row for each in asked} - {None})
+            for asked in (pending, [*pending, encoded])
+        )
+        conversations = [row.conversation for row in rows] + [one.conversation for one in (*pending, encoded)]
+        if num_then > 1 and any(map(_has_images, conversations)):
             raise RequestRefused(
                 "The trainer reads images only if all answers are in one row. Continue the conversation that has the "
-                "images, or let untrained match other requests.",
+                "images, with one request at a time and without n, or let untrained match other requests.",
                 code="images_in_rows",
             )
-        for name, (number, what) in used.items():
-            limit = getattr(self.limits, name)
-            if limit is not None and number >= limit:
-                raise self._limit_exceeded(name, number, what)
+        if num_then > num_rows:
+            self._check_limit("rows", num_rows, "rows")
+
+    @property
+    def _num_requests(self) -> int:
+        return len(self._snapshots) + len(self._pending) + self._num_forwarded
+
+    def _check_limit(self, name: str, number: int, what: str) -> None:
+        limit = getattr(self.limits, name)
+        if limit is not None and number >= limit:
+            raise self._limit_exceeded(name, number, what)
+
+    def _key_of(self, message: JsonObject, before: list[MessageKey]) -> MessageKey:
+        """Returns a message's key, given those before it."""
+        identity = _identity(message)
+        if identity in self._keys:
+            return self._keys[identity]
+        key = message_key(message)
+        for candidate in (key, *stopped) if (stopped := self._stopped_keys.get(identity)) else ():
+            keys = [*before, candidate]
+            if any(snapshot.keys[: len(keys)] == keys for snapshot in self._snapshots):
+                return candidate
+        return key
+
+    def _take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
+        """Returns messages without their images, and the images; none is decoded if they have too many pixels."""
+        contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+        images = [part["image"] for parts in contents for part in parts if part["type"] == "image"]
+        if self.renderer.image_reader is not None:
+            try:
+                sizes = [read_with_pillow(image, lambda opened: opened.size) for image in images[: _MAX_IMAGES + 1]]
+            except ValueError as error:
+                raise RequestRefused(str(error)) from error
+            if len(images) > _MAX_IMAGES or (num_pixels := sum(map(math.prod, sizes))) > _MAX_PIXELS:
+                number = f"{len(images)} images" if len(images) > _MAX_IMAGES else f"{num_pixels:,} pixels"
+                raise RequestRefused(
+                    f"The new messages have {number}, but at most {_MAX_IMAGES} images of together {_MAX_PIXELS:,} "
+                    "pixels are read. Send fewer or smaller images."
+                )
+        return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `encode`; long messages use a thread, so that they do not block other sessions."""
-        if sum(len(content_text(message["content"])) for message in request.messages) < _LONG_CHARS:
+        """Returns the result of `encode`; long messages and images use a thread and do not block other sessions."""
+        contents = [message["content"] for message in request.messages]
+        has_images = any(isinstance(content, list) for content in contents)
+        if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:
             return encode(*args)
         encoded = await in_thread(encode, *args, name="lightrl-encode")
         if self._is_closed:
@@ -399,7 +470,7 @@ class AgentSession:
 
     def _num_other_tokens(self, encoded: EncodedRequest) -> int:
         """Returns the number of tokens in all rows but the one that this request continues."""
-        return self._num_tokens - (0 if encoded.parent is None else encoded.parent.num_row_tokens)
+        return self._num_tokens - (0 if encoded.row is None else encoded.row.num_row_tokens)
 
     async def _request_completion(self, encoded: EncodedRequest, conversation: Conversation) -> Completion:
         """Returns the policy's completion of a conversation, which may be longer than the request."""
@@ -418,7 +489,7 @@ class AgentSession:
         if images := (*conversation.prompt.images, *conversation.images):
             settings["images"] = images
         task = asyncio.ensure_future(self.generate(list(token_ids), max_new_tokens=max_new, **settings))
-        self._pending[task] = encoded.adds_row and self.rules.trains(request)
+        self._pending[task] = encoded
         try:
             await wait_or_abandon(task)
         finally:
@@ -427,7 +498,10 @@ class AgentSession:
             raise _session_over()
         try:
             completion = task.result()
-        except ValueError as error:  # the engine refuses ids outside the vocabulary and more tokens than the context
+        # The engine refuses ids outside the vocabulary and more tokens than the context, its server a bad grammar.
+        except (ValueError, ServerRefused) as error:
+            if isinstance(error, ServerRefused) and not (encoded.grammar and error.status == 400):
+                raise
             hint = f" {way_out(request)}" if encoded.grammar else ""
             raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:
@@ -436,12 +510,12 @@ class AgentSession:
         if left < 1:
             used = self._num_other_tokens(encoded) + len(token_ids)
             raise self._limit_exceeded("total_tokens", used, "tokens in all its rows")
-        return completion if len(completion.token_ids) <= left else _cut(completion, left, "length")
+        return completion if len(completion.token_ids) <= left else cut_completion(completion, left, "length")
 
     def _num_tokens_left(self, encoded: EncodedRequest, conversation: Conversation) -> int:
         """Returns how many tokens the limits let the policy add to a conversation."""
         left = self.max_tokens - len(conversation.token_ids)
-        if self.limits.total_tokens is None:
+        if self.limits.total_tokens is None or not self.rules.trains(encoded.request):
             return left
         return min(left, self.limits.total_tokens - self._num_other_tokens(encoded) - len(conversation.token_ids))
 
@@ -452,7 +526,7 @@ class AgentSession:
         return RequestRefused(text, code="limit_exceeded")
 
 
-def _cut(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
+def cut_completion(completion: Completion, num: int, finish_reason: FinishReason) -> Completion:
     """Returns the first `num` tokens of a completion."""
     ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.weight_versions
     columns = cut(completion.columns, len(ids), 0, num)
@@ -464,6 +538,10 @@ def _find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
     thought = LEADING_THOUGHTS.match(text)
     start = 0 if thought is None else thought.end()
     return min(((at, stop) for stop in stops if (at := text.find(stop, start)) >= 0), default=(-1, None))
+
+
+def _has_images(conversation: Conversation) -> bool:
+    return bool(conversation.prompt.images or conversation.images)
 
 
 def _bare_id(answer_id: str) -> str:

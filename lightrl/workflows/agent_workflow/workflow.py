@@ -36,7 +36,7 @@ from lightrl.workflows.agent_workflow.command import (
     timeout_of,
 )
 from lightrl.workflows.agent_workflow.completion_parser import completion_parser
-from lightrl.workflows.agent_workflow.endpoint import LOOPBACK, OpenAIEndpoint
+from lightrl.workflows.agent_workflow.endpoint import LOOPBACK, OpenAIEndpoint, is_every_address
 from lightrl.workflows.agent_workflow.frozen_models import FrozenModel
 from lightrl.workflows.agent_workflow.protocol import MODEL, RequestPattern, RequestRules
 from lightrl.workflows.agent_workflow.session import AgentSession
@@ -177,8 +177,8 @@ class AgentWorkflow(Workflow):
             check_effect("without command", workspace_template=(template, None), environment=(environment, None))
             check_effect("without command", readable=(tuple(readable), ()), network=(network, "none"), **of_program)
         check_command(command, template, environment or {}, readable, network)
-        host = settings.get("endpoint_host") or LOOPBACK
-        if host in ("0.0.0.0", "::"):
+        host = settings.get("endpoint_host", LOOPBACK)
+        if is_every_address(host):
             raise ValueError(
                 f"endpoint_host={host!r} must be the address at which agents reach this machine, since it is part of "
                 "their base_url. For Docker's containers it is 172.17.0.1 by default."

@@ -447,7 +447,7 @@ def test_what_messages_cannot_serve_drops_the_trajectory_with_its_reason(setting
     [
         pytest.param({"model": "gpt-4"}, "There is no model 'gpt-4'", id="a model"),
         pytest.param({"previous_response_id": "resp_1"}, "nothing is stored", id="a stored response"),
-        pytest.param({"text": {"format": {"type": "json_object"}}}, "FakeEngine has no grammar", id="a format"),
+        pytest.param({"text": {"format": {"type": "json_object"}}}, "The engine has no grammar", id="a format"),
         pytest.param({"sent": []}, "input must be a text, or a list with at least one item", id="no input"),
         pytest.param(
             {"sent": [{"type": "item_reference", "id": "x"}]},

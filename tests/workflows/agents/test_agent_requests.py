@@ -44,6 +44,7 @@ from transformers import AutoModelForCausalLM
 from lightrl.columns import SUPPORTS
 from lightrl.engines.fake_engine import FakeEngine
 from lightrl.engines.local.local_engine import LocalEngine
+from lightrl.engines.servers.connection import ServerRefused
 from lightrl.errors import RolloutError
 from lightrl.experience import Experience
 from lightrl.models.images import data_url
@@ -56,6 +57,8 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory, read_records
 from lightrl.weights import bucketed
 from lightrl.workflows.agent_workflow import AgentLimits, AgentResult, AgentWorkflow, FrozenModel, RequestPattern
+from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
+from lightrl.workflows.agent_workflow.protocol import RequestRules
 from lightrl.workflows.workflow import check_trajectory
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -152,6 +155,15 @@ def test_an_agent_that_writes_the_stop_text_back_continues_the_row_and_any_other
             assert answer.content == "<code>go()"
             again = {"role": "assistant", "content": answer.content + end}
             await ask(client, [user("hi"), again, user("more")])
+
+    async def write_either_way(client: AsyncOpenAI) -> None:
+        for stop in ([], ["</code>"]):
+            await ask(client, [user("hi")], stop=stop)
+        await ask(client, [user("hi"), {"role": "assistant", "content": "go()</code>"}, user("more")])
+
+    engine = scripted("<think>A.</think>go()</code>", "<think>B.</think>go()</code>no", "two")
+    play(with_client(write_either_way), engine, template=THINKS)
+    assert "A.</think>go()</code><|im_end|>" in decode(engine.requests[2].token_ids)
 
     text = "<code>go()</code>\nObservation: invented"
     trajectory = play(with_client(talk), scripted(text, "two", text, "four"))
@@ -262,7 +274,7 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
     settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=rf"FakeEngine has no grammar.* ignore: .{name}. to let"):
+        with pytest.raises(openai.BadRequestError, match=rf"The engine has no grammar.* ignore: .{name}. to let"):
             await ask(client, [user("hi")], **settings)
         await ask(client, [user("hi")])
 
@@ -278,10 +290,54 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
         workflow_of(talk, ignore=["stop"])
 
 
-def test_a_call_in_another_format_than_hermes_cannot_be_forced() -> None:
+def nested(**schema: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"anyOf": [schema]}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (nested(maxItems=10_001), "maxItems=10001, more than 10,000"),
+        (nested(pattern="(a{200}){100}"), r"the pattern '\(a.200.*many repetitions"),
+        (nested(patternProperties={"a" * 1001: {}}), "the pattern 'aaa"),
+        (nested(enum=["a" * 100_000]), "must have a JSON schema: it has 100,0.. characters"),
+        (nested(maxItems=10_000, pattern="^[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}$"), "400: no grammar.*ignore"),
+    ],
+    ids=["a count", "nested repetitions", "a long pattern", "a long schema", "refused by the server"],
+)
+def test_a_constraint_that_no_grammar_can_read_is_an_error_for_the_agent_alone(
+    schema: dict[str, Any], message: str
+) -> None:
+    def refuse(grammar: str, token_ids: list[int]) -> list[int]:
+        raise ServerRefused("400: no grammar.", status=400)
+
+    async def talk(client: AsyncOpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await ask(client, [user("hi")], response_format=json_schema(schema=schema))
+        await ask(client, [user("hi")])
+
+    engine = started(FakeEngine(script=lambda *_: [*encode("one"), END], allowed=refuse))
+    assert written(play(with_client(talk), engine)) == ["one<|im_end|>"]
+
+
+def test_stop_texts_have_a_limit() -> None:
+    async def talk(client: AsyncOpenAI) -> None:
+        for stop in (["a"] * 65, ["a" * 1001]):
+            with pytest.raises(openai.BadRequestError, match="stop must have at most 64 texts of at most 1,000"):
+                await ask(client, [user("hi")], stop=stop)
+        await ask(client, [user("hi")], stop=["a" * 1000] * 64)
+
+    play(with_client(talk), scripted("one"))
+
+
+def test_constraints_that_calls_in_another_format_than_hermes_could_not_meet_are_refused() -> None:
     async def talk(client: AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=r"do not have Hermes' format\. Set the workflow's ignore"):
             await ask(client, [user("hi")], **REQUIRED)
+        with pytest.raises(openai.BadRequestError, match="A tool's function must have a name"):
+            await ask(client, [user("hi")], tools=[{"type": "function", "function": 5}])
+        with pytest.raises(openai.BadRequestError, match=r"forbid the policy's calls\. Set the workflow's ignore"):
+            await ask(client, [user("hi")], tools=[TOOL], response_format=json_schema())
         await ask(client, [user("hi")])
 
     play(with_client(talk), scripted("one"), tool_parser=lambda text: [])
@@ -307,7 +363,7 @@ def test_the_choices_of_a_request_are_siblings_of_which_each_can_be_continued(is
             reward = {answer.id: 0.25, f"{answer.id}/1": 0.5}
         assert sorted(texts) == ["one", "two"]
         await ask(client, [*sent, {"role": "assistant", "content": texts[1]}, user("more")])
-        return AgentResult(1.0, {} if is_streamed else reward)
+        return AgentResult(1.0, rewards={} if is_streamed else reward)
 
     trajectory = play(with_client(talk), scripted("one", "two", "three"))
     assert len(trajectory.turns) == 3
@@ -375,10 +431,29 @@ async def chat_about_images(base_url: str, api_key: str) -> None:
         await ask(client, [*sent, {"role": "user", "content": again}])
 
 
+SHOWN: Any = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}
+
+
 async def branch_with_images(client: AsyncOpenAI) -> None:
     await ask(client, [user("12")])
     with pytest.raises(openai.BadRequestError, match="only if all answers are in one row"):
-        await ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(RED)}}]}])
+        await ask(client, [SHOWN])
+    with pytest.raises(openai.BadRequestError, match="65 images, but at most 64"):
+        await ask(client, [{"role": "user", "content": SHOWN["content"] * 65}])
+
+
+async def choose_with_images(client: AsyncOpenAI) -> None:
+    sent = [SHOWN, await ask(client, [SHOWN]), user("12")]
+    with pytest.raises(openai.BadRequestError, match="only if all answers are in one row"):
+        await ask(client, sent, n=2)
+
+
+async def ask_with_images_at_once(client: AsyncOpenAI) -> None:
+    asked = (ask(client, [SHOWN]), ask(client, [user("12")]))
+    errors = [
+        answer for answer in await asyncio.gather(*asked, return_exceptions=True) if isinstance(answer, Exception)
+    ]
+    assert ["only if all answers are in one row" in str(error) for error in errors] == [True]
 
 
 async def send_messages_about_images(base_url: str, api_key: str) -> None:
@@ -434,13 +509,15 @@ def test_the_policy_reads_an_agents_images_and_the_trainer_reads_the_same(agent:
     assert torch.allclose(outputs.logprobs, experience.behavior_logprobs, atol=1e-5)
 
 
-def test_images_in_a_second_row_are_refused_because_the_trainer_could_not_read_them() -> None:
+@pytest.mark.parametrize("agent", [branch_with_images, choose_with_images, ask_with_images_at_once])
+def test_images_in_a_second_row_are_refused_because_the_trainer_could_not_read_them(agent: Any) -> None:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = WRITES_IMAGES
-    workflow = AgentWorkflow(tokenizer, with_client(branch_with_images), agent_timeout_s=30.0)
+    workflow = AgentWorkflow(tokenizer, with_client(agent), agent_timeout_s=30.0)
     workflow.max_tokens, workflow.template.image_reader = 64, image_reader()
-    trajectory = asyncio.run(workflow.run(PROMPT, generate_with(says([4, 8]), DIGITS)))
-    assert (len(trajectory.turns), trajectory.images) == (1, [])
+    engine = started(FakeEngine(script=lambda *_: [4, 8], seconds_per_token=0.01))
+    trajectory = asyncio.run(workflow.run(PROMPT, generate_with(engine, DIGITS)))
+    assert (trajectory.metrics["rows"], trajectory.images) == (1, [])
 
 
 def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_goes_on() -> None:
@@ -488,6 +565,7 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
     async def answer(request: web.Request) -> web.StreamResponse:
         body = await request.json()
         seen.append((request.headers.get("Authorization"), body["model"]))
+        assert (await request.text()).count("model") == 1
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "9 of 10"}}
         whole = {"id": "c", "object": "chat.completion", "created": 0, "model": "big", "choices": [choice]}
         if not body.get("stream"):
@@ -503,6 +581,10 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
         async with client_of(base_url, api_key) as client:
             assert (await ask(client, [user("hi")])).content == "one"
             settings: dict[str, Any] = {"model": "judge", "messages": [user("judge it")]}
+            twice = b'{"model": "big", "model": "judge", "messages": []}'
+            headers = {"Authorization": f"Bearer {api_key}"}
+            async with aiohttp.ClientSession(headers=headers) as http:
+                await http.post(f"{base_url}/chat/completions", data=twice)
             whole = await client.chat.completions.create(**settings)
             assert whole.choices[0].message.content == "9 of 10"
             stream = await client.chat.completions.create(**settings, stream=True)
@@ -516,19 +598,21 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
     upstream.router.add_post("/v1/chat/completions", answer)
     models = {"judge": FrozenModel("http://later", model="big", api_key_variable="JUDGE_KEY")}
     trajectory = asyncio.run(played_beside(upstream, agent, models))
-    assert seen == [("Bearer secret of the judge", "big")] * 2
+    assert seen == [("Bearer secret of the judge", "big")] * 3
     assert written(trajectory) == ["one<|im_end|>"]
 
 
 def test_a_frozen_model_that_cannot_be_reached_is_an_error_for_the_agent_alone() -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.APIStatusError, match=r"The frozen model at .* does not answer"):
+        with pytest.raises(openai.APIStatusError, match=r"The frozen model 'judge' does not answer\. The"):
             await client.chat.completions.create(model="judge", messages=[user("hi")])
         await ask(client, [user("hi")])
+        for model in ("judge", "policy"):
+            with pytest.raises(openai.BadRequestError, match=r"limits\.requests=2"):
+                await client.chat.completions.create(model=model, messages=[user("hi")])
 
-    assert (
-        len(play(with_client(talk), scripted("one"), models={"judge": FrozenModel("http://127.0.0.1:9/v1")}).turns) == 1
-    )
+    settings = {"models": {"judge": FrozenModel("http://127.0.0.1:9/v1")}, "limits": AgentLimits(requests=2)}
+    assert len(play(with_client(talk), scripted("one"), **settings).turns) == 1
 
 
 def test_the_endpoint_binds_the_address_that_agents_reach_and_needs_its_key_there() -> None:
@@ -544,7 +628,7 @@ def test_the_endpoint_binds_the_address_that_agents_reach_and_needs_its_key_ther
             await ask(client, [user("hi")])
 
     assert len(play(agent, scripted("one"), endpoint_host="127.0.0.2").turns) == 1
-    with pytest.raises(RolloutError, match=r"on 203\.0\.113\.7: .* endpoint_host must be an address of this machine"):
+    with pytest.raises(RolloutError, match=r"on 203\.0\.113\.7: .* must be an address of this machine"):
         play(agent, scripted("one"), endpoint_host="203.0.113.7")
 
 
@@ -582,7 +666,27 @@ def test_an_untrained_turn_of_a_trained_conversation_is_read_and_does_not_train(
     untrained = [RequestPattern(model="other")]
     trajectory = play(with_client(talk), scripted("one", "two"), models={"other": "policy"}, untrained=untrained)
     assert "one<|im_end|>" in decode(trajectory.token_ids)
+
+    async def alternate(client: AsyncOpenAI) -> None:
+        sent: list[Any] = [user("hi")]
+        for model in ("policy", "other", "policy"):
+            answer = await client.chat.completions.create(model=model, messages=sent)
+            sent += [answer.choices[0].message, user("more")]
+        with pytest.raises(openai.BadRequestError, match=r"limits\.rows=1"):
+            await ask(client, [user("ho")])
+
+    alternated = play(
+        with_client(alternate),
+        scripted("a", "b", "c"),
+        models={"other": "policy"},
+        untrained=untrained,
+        limits=AgentLimits(rows=1),
+    )
+    assert (alternated.metrics["rows"], decode(trained(alternated))) == (1, "a<|im_end|>c<|im_end|>")
     assert decode(trained(trajectory)) == "two<|im_end|>"
+    hides = ChatExchange({"messages": [user("hi")], "tools": [TOOL], "tool_choice": "none"}, RequestRules(), {}).request
+    assert hides.tools == []
+    assert not RequestPattern(tools="^$").matches(hides)
     with pytest.raises(RolloutError, match="without an answer from the policy that trains"):
         play(
             with_client(lambda client: _ask_other(client)),
@@ -610,7 +714,7 @@ def test_rewards_of_answers_are_placed_on_their_last_tokens_in_each_protocol() -
 
     async def talk(client: AsyncOpenAI) -> AgentResult:
         await ask(client, [user("hi")])
-        return AgentResult(1.0, {"chatcmpl-x": 1.0})
+        return AgentResult(1.0, rewards={"chatcmpl-x": 1.0})
 
     with pytest.raises(RolloutError, match="the policy gave no such answer that trains"):
         play(with_client(talk), scripted("one"))
@@ -693,7 +797,7 @@ class AsksOnce(AgentWorkflow):
         raise RolloutError("asked")
 
 
-@pytest.mark.parametrize(("allowed", "error"), [(digits_only, "asked"), (None, "FakeEngine has no grammar")])
+@pytest.mark.parametrize(("allowed", "error"), [(digits_only, "asked"), (None, "The engine has no grammar")])
 def test_a_grammar_reaches_the_engine_through_the_runner_or_is_refused_there(allowed: Any, error: str) -> None:
     async def results(runner: TrajectoryRunner) -> list[Any]:
         runner.in_flight.open("a")

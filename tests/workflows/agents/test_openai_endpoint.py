@@ -390,7 +390,10 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
         pytest.param({"agent_timeout_s": 0}, "agent_timeout_s must be a finite number above 0, got 0", id="no time"),
         pytest.param({"max_tokens": 1}, "max_tokens must be >= 2, got 1", id="no tokens"),
         pytest.param({"max_agents": 0}, "max_agents must be >= 1, got 0", id="no agents"),
-        pytest.param({"endpoint_host": "0.0.0.0"}, "at which agents reach this machine", id="every address"),
+        *(
+            pytest.param({"endpoint_host": host}, "at which agents reach this machine", id=f"every address {host}")
+            for host in ("", "0", "0.0", "0.0.0.0", "::0", "::ffff:0.0.0.0")
+        ),
         pytest.param({"models": {"judge": "gpt-4"}}, "models has judge: 'gpt-4', which must be policy", id="a model"),
         pytest.param({"unsent_thinking": "no"}, "unsent_thinking must be keep or drop, got 'no'", id="thinking"),
         pytest.param(

@@ -69,7 +69,9 @@ class _LastBlock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
         try:
-            _write_record(self.records, {"problem": f"{type(error).__name__}: {error}"})
+            # shutil.Error lists every file that was not copied; the first says why
+            reason = error.args[0][0][2] if isinstance(error, shutil.Error) and error.args[0] else error
+            _write_record(self.records, {"problem": f"{type(error).__name__}: {reason}"})
         finally:  # even if the guard is gone and nothing reads the record
             os._exit(126)
 
