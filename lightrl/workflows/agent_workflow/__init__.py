@@ -19,7 +19,6 @@ from lightrl.workflows.agent_workflow.command import (
     AgentLimits,
     AgentResult,
     StartProgram,
-    check_command,
     row_folder,
     run_under_guard,
 )
@@ -30,5 +29,5 @@ from lightrl.workflows.agent_workflow.protocol import RequestPattern
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
 __all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "PolicyAccess", "RequestPattern"]
-__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "check_command", "row_folder", "run_under_guard"]
+__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "row_folder", "run_under_guard"]
 __all__ += ["serving_policy"]

@@ -1,7 +1,7 @@
 """Checks a folder of tasks with their own solutions: the tests must give 1 to each solution, and 0 to no work at all.
 
-    python scripts/tasks/solve.py my-tasks                      in this machine's sandbox
-    python scripts/tasks/solve.py my-tasks --runtime podman
+    python scripts/task_folders/solve.py my-tasks                      in this machine's sandbox
+    python scripts/task_folders/solve.py my-tasks --runtime podman
 
 A task with another result is printed with its rewards. Use it before training: the policy can earn nothing where the
 solution fails, and learns nothing where an empty agent passes.
@@ -19,17 +19,17 @@ from pathlib import Path
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentFailed
-from lightrl.workflows.tasks import Task, Verifier, rows
-from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json
-from lightrl.workflows.tasks.verifier import script
+from lightrl.workflows.task_folders import TaskFolder, Verifier, rows
+from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json
+from lightrl.workflows.task_folders.verifier import script
 
 NUM_AT_ONCE = 2
 
 
-async def reward_of(task: Task, runtime: str, *, solved: bool) -> tuple[float, str]:
+async def reward_of(task: TaskFolder, runtime: str, *, solved: bool) -> tuple[float, str]:
     """Returns the reward of a task's solution or of an agent that does nothing, and how the solution failed or ''."""
     verifier = Verifier()
-    fields = {"task": str(task.folder), "runtime": runtime, "agent_timeout_s": task.timeout_s("agent")}
+    fields = {"task_folder": str(task.folder), "runtime": runtime, "agent_timeout_s": task.timeout_s("agent")}
     prompt = Prompt(task.folder.name, messages=[], fields=fields)
     copies = [(str(task.folder.resolve() / "solution"), "/solution")] if solved else []
 
@@ -64,14 +64,14 @@ async def main(arguments: Sequence[str] | None = None) -> int:
 
     async def check(folder: str) -> None:
         async with free:
-            task = Task(Path(folder))
+            task = TaskFolder(Path(folder))
             solved, problem = await reward_of(task, options.runtime, solved=True)
             empty, _ = await reward_of(task, options.runtime, solved=False)
         counts[solved, empty] = counts.get((solved, empty), 0) + 1
         if (solved, empty) != (1.0, 0.0):
             print(f"{task.folder.name}: solution {solved:g}, no work {empty:g}. {problem}")
 
-    await asyncio.gather(*(check(str(row["task"])) for row in made))
+    await asyncio.gather(*(check(str(row["task_folder"])) for row in made))
     for (solved, empty), number in sorted(counts.items()):
         print(f"{number} of {len(made)} tasks: solution {solved:g}, no work {empty:g}")
     return 0 if set(counts) == {(1.0, 0.0)} else 1

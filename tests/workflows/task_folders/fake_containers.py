@@ -1,4 +1,4 @@
-"""A program that stands for docker, podman or apptainer: containers are folders, and programs in them not contained.
+"""A program that stands for docker or podman: containers are folders, and programs in them not contained.
 
 `FAKE_CONTAINERS` is its state: `calls` has its command lines, `images` and `containers` what they made. In a container,
 paths like /tests are below the variable `ROOT`.
@@ -28,39 +28,35 @@ def start(name: str) -> None:
     (STATE / "containers" / name / "root" / "app").mkdir(parents=True)
 
 
-def execute(name: str, cwd: str, words: list[str], variables: dict[str, str]) -> int:
+def execute(name: str, cwd: str, words: list[str]) -> int:
     folder = STATE / "containers" / name
     root = str(folder / "root")
     inside = [word if number == 0 else PATHS.sub(rf"{root}/\1", word) for number, word in enumerate(words)]
-    inside = [root if word == "/" else word for word in inside]
-    environment = {"PATH": "/usr/bin:/bin", "ROOT": root, **variables}
-    program = subprocess.Popen(inside, cwd=root + cwd, env=environment, start_new_session=True)
-    (folder / f"{program.pid}.pid").touch()
-    return program.wait()
+    with (folder / f"{os.getpid()}.out").open("w+b") as out:  # what the program leaves running does not hold our output
+        program = subprocess.Popen(
+            inside, cwd=root + cwd, env={"PATH": "/usr/bin:/bin", "ROOT": root}, stdout=out, stderr=out,
+            start_new_session=True,
+        )  # fmt: skip
+        (folder / f"{program.pid}.pid").touch()
+        code = program.wait()
+        out.seek(0)
+        shutil.copyfileobj(out, sys.stdout.buffer)
+    return code
 
 
 def main(words: list[str]) -> int:
     with (STATE / "calls").open("a") as calls:
         calls.write(" ".join(words) + "\n")
-    if words[:2] == ["instance", "start"]:
-        return start(words[-1]) or 0
-    if words[0] == "exec" and "instance://" in " ".join(words):
-        prefix = "APPTAINERENV_"
-        passed = {name.removeprefix(prefix): value for name, value in os.environ.items() if name.startswith(prefix)}
-        return execute(words[3].removeprefix("instance://"), words[2], words[4:], passed)
     if words[:2] == ["image", "inspect"]:
         return 0 if (STATE / "images" / words[2].replace("/", "_")).exists() else 1
     if words[0] in ("build", "pull"):
-        if "--force" in words:
-            Path(words[2]).touch()
-        else:
-            (STATE / "images" / (words[2] if words[0] == "build" else words[1]).replace("/", "_")).touch()
+        (STATE / "images" / (words[2] if words[0] == "build" else words[1]).replace("/", "_")).touch()
     elif words[0] == "run":
         start(words[words.index("--name") + 1])
     elif words[0] == "exec":
-        names = [words[number + 1] for number, word in enumerate(words) if word == "--env"]
-        at = 4 + 2 * len(names)
-        return execute(words[at], words[3], words[at + 1 :], {name: os.environ[name] for name in names})
+        words = [word for word in words[1:] if word != "--interactive"]
+        cwd, words = (words[1], words[2:]) if words[0] == "--workdir" else ("/", words)
+        return execute(words[0], cwd, words[1:])
     elif words[:2] == ["cp", "-"]:
         name, _, path = words[2].partition(":")
         with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as tar:
@@ -69,9 +65,9 @@ def main(words: list[str]) -> int:
         name, _, path = words[1].partition(":")
         with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
             tar.add(f"{STATE}/containers/{name}/root{path}", Path(path).name)
-    elif words[0] in ("kill", "rm", "instance"):
+    elif words[0] in ("kill", "rm"):
         end(STATE / "containers" / words[-1])
-        if words[0] != "kill":
+        if words[0] == "rm":
             shutil.rmtree(STATE / "containers" / words[-1], ignore_errors=True)
     return 0
 

@@ -1,11 +1,11 @@
-"""Task: a folder in Harbor's format.
+"""TaskFolder: a folder in Harbor's format.
 
     my-tasks/fix-the-parser/
         instruction.md           the prompt
         task.toml                timeouts, environment variables, limits
         environment/Dockerfile   the machine; or `docker_image` in task.toml
         tests/test.sh            writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
-        solution/solve.sh        read by scripts/tasks/solve.py alone
+        solution/solve.sh        read by scripts/task_folders/solve.py alone
 
 Source: https://www.harborframework.com/docs/tasks, version 1.2. The package `harbor` is not used: it needs Python 3.12
 and 27 packages, among them servers and clients of other services, and this reads three files.
@@ -29,7 +29,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskFolder:
     """A task in a folder of Harbor's format; its fields are read when they are used, once.
 
     Raises:
@@ -62,6 +62,8 @@ class Task:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
         joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines()
         words = [line.strip().partition(" ") for line in joined if line.strip()]
+        if bare := [word for word, _, rest in words if not rest.strip()]:
+            raise ValueError(f"{file}: {bare[0]} has no arguments")
         return [(word.upper(), rest.strip()) for word, _, rest in words]
 
     @functools.cached_property
@@ -70,7 +72,7 @@ class Task:
         in_file = "/"
         for word, rest in self.steps:
             in_file = os.path.join(in_file, rest.strip("\"'")) if word == "WORKDIR" else in_file  # noqa: PTH118
-        return os.path.normpath(self._value("environment", "workdir", str) or in_file)
+        return os.path.normpath(os.path.join("/", self._value("environment", "workdir", str) or in_file))  # noqa: PTH118
 
     @property
     def image(self) -> str | None:
@@ -104,6 +106,7 @@ class Task:
             "it needs GPUs": environment.get("gpus"),
             "it needs MCP servers": environment.get("mcp_servers"),
             "its working directory is /": self.workdir == "/",
+            f"docker_image={self.image!r} is an option": (self.image or "").startswith("-"),
         }
         return next((text for text, value in has.items() if value), None)
 
@@ -149,5 +152,5 @@ class Task:
 
 
 @functools.lru_cache(maxsize=100_000)
-def task_of(folder: str) -> Task:
-    return Task(Path(folder).expanduser())
+def task_of(folder: str) -> TaskFolder:
+    return TaskFolder(Path(folder).expanduser())

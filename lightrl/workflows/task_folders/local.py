@@ -20,10 +20,18 @@ from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentCommand, AgentFailed, AgentLimits, AgentResult, run_under_guard
-from lightrl.workflows.tasks.folder import Task
-from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, Runtime, cache_folder, paths_in
+from lightrl.workflows.task_folders.folder import TaskFolder
+from lightrl.workflows.task_folders.runtime import (
+    NO_ENDPOINT,
+    Json,
+    Machine,
+    Runtime,
+    cache_folder,
+    paths_in,
+    variables_of,
+)
 
-_IGNORED = (
+_UNUSED = [
     "LABEL",
     "EXPOSE",
     "CMD",
@@ -34,8 +42,9 @@ _IGNORED = (
     "HEALTHCHECK",
     "SHELL",
     "VOLUME",
-)
+]
 _CONTEXT = ".build-context"
+_PACKAGES = "/var/lib/dpkg"  # the list of what is installed
 _OF_BUILD = ("tmp", "var")  # folders that a build may write to, and that the environment does not keep
 # Before each script. Packages of the system count as installed if this machine's dpkg knows them.
 _FUNCTIONS = """set -e
@@ -63,22 +72,22 @@ class LocalRuntime(Runtime):
     def missing(self) -> str | None:
         return None if sys.platform == "linux" else "this system has no namespaces. Use docker."
 
-    def problem(self, task: Task) -> str | None:
+    def problem(self, task: TaskFolder) -> str | None:
         if not task.steps:
             return f"it needs the image {task.image}"
         for word, rest in task.steps:
-            if word not in (*_IGNORED, "FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG", "RUN"):
+            if word not in (*_UNUSED, "FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG", "RUN"):
                 return f"its Dockerfile has {word}"
             if word in ("COPY", "ADD") and ("://" in rest or "--from" in rest or "<<" in rest):
                 return f"its Dockerfile has {word} {rest:.60}"
         if [word for word, _ in task.steps].count("FROM") > 1:
             return "its Dockerfile has several stages"
-        for top in _tops(task):
+        for top in (*_tops(task), "logs", "tests"):
             if Path("/", top).exists() or Path("/", top).is_symlink():
                 return f"its environment has /{top}, which this machine has too"
         return None
 
-    def build(self, task: Task) -> str:
+    def build(self, task: TaskFolder) -> str:
         target = cache_folder() / task.digest
         if not target.is_dir():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -97,28 +106,24 @@ class LocalRuntime(Runtime):
         return str(target)
 
     async def run(self, machine: Machine, request: Json) -> Json:
-        before = Path(machine.agent_workspace or machine.image)
-        workdir = machine.task.workdir.strip("/")
-        for name in machine.removed(paths_in(Path(machine.image, workdir))):
-            entry = before / workdir / name
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink(missing_ok=True)
+        workdir, image = machine.task.workdir.strip("/"), Path(machine.image)
+        sources = {top: image / top for top in _tops(machine.task)}
+        if machine.left is not None:
+            await asyncio.to_thread(machine.clean, paths_in(image / workdir))
+            top = workdir.partition("/")[0]
+            sources[top] = Path(machine.left, top)
         with tempfile.TemporaryDirectory() as empty:
             Path(empty).chmod(0o755)
             Path(empty, "logs", "verifier").mkdir(parents=True)
             root = [(f"{empty}/logs", "logs"), *((source, path.strip("/")) for source, path in machine.copies)]
-            for top in _tops(machine.task):
-                if (before / top).is_symlink() or not (before / top).is_dir():  # an agent can replace its folder
-                    Path(empty, top).mkdir()
-                    root.append((f"{empty}/{top}", top))
-                else:
-                    root.append((str(before / top), top))
-            variables = json.loads(Path(machine.image, "environment.json").read_text())
-            environment = {**variables, **request["environment"]}
+            root += [(str(source), top) for top, source in sources.items()]
+            of_image = json.loads((image / "environment.json").read_text())
+            environment = {**request["environment"], **of_image, **variables_of(request)}
             changes = {"root": root, "cwd": machine.task.workdir, "environment": environment}
             return await run_under_guard({**request, **changes})
 
 
-def _tops(task: Task) -> list[str]:
+def _tops(task: TaskFolder) -> list[str]:
     """Returns the names below / of the environment's own folders."""
     paths = [task.workdir]
     at = "/"
@@ -143,7 +148,7 @@ def _names(rest: str) -> list[str]:
     return [word.partition("=")[0] for word in shlex.split(rest)]
 
 
-def _script(task: Task) -> str:
+def _script(task: TaskFolder) -> str:
     """Returns the Dockerfile as a script for bash."""
     lines = [_FUNCTIONS]
     for word, rest in task.steps:
@@ -167,7 +172,7 @@ def _script(task: Task) -> str:
     return "\n".join([*lines, "cat /proc/self/environ >/logs/environment"])
 
 
-def _built(task: Task) -> str:
+def _built(task: TaskFolder) -> str:
     """Returns the folder `work` of a build; raises ValueError with the end of its output if it fails."""
     try:
         result = asyncio.run(_build(task))  # in a thread without an event loop
@@ -179,7 +184,7 @@ def _built(task: Task) -> str:
     return result.workspace
 
 
-async def _build(task: Task) -> AgentResult:
+async def _build(task: TaskFolder) -> AgentResult:
     with tempfile.TemporaryDirectory() as empty:
         Path(empty).chmod(0o755)
         Path(empty, "logs").mkdir()
@@ -194,5 +199,5 @@ async def _build(task: Task) -> AgentResult:
 
         timeout_s = task.timeout_s("environment")
         words = ["bash", "-c", _script(task)]
-        command = AgentCommand(words, None, {}, (), "none", AgentLimits(), timeout_s, str, start=start)
+        command = AgentCommand(words, None, {}, [_PACKAGES], "none", AgentLimits(), timeout_s, str, start=start)
         return await command.run(Prompt("build", messages=[]), f"http://127.0.0.1:{NO_ENDPOINT}/v1", "")

@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import sys
@@ -28,42 +29,35 @@ from lightrl.workflows.agent_workflow import (
     row_folder,
     run_under_guard,
 )
-from lightrl.workflows.tasks.folder import task_of
-from lightrl.workflows.tasks.runtime import NO_ENDPOINT, Json, Machine, paths_in, runtime_of
+from lightrl.workflows.task_folders.folder import task_of
+from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json, Machine, Runtime, paths_in, runtime_of
 
 log = logging.getLogger(__name__)
 
-_MAX_REWARD_BYTES = 1 << 20
-_MAX_REPORT_BYTES = 1 << 26
+_MAX_BYTES = 1 << 24  # of a file of rewards, or of a report
+_MAX_METRICS = 100
 _NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
 _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
-# Files that change how tests run, without being tested.
-_OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"}
-_OF_RUNNERS |= {"sitecustomize.py", "usercustomize.py"}
-# Modules that tests import; `python -m pytest` and `python -c` look for them where they start, in the agent's folder.
-_LIBRARIES = {
-    "_pytest",
-    "coverage",
-    "exceptiongroup",
-    "hypothesis",
-    "iniconfig",
-    "numpy",
-    "packaging",
-    "pandas",
-    "pluggy",
-}
-_LIBRARIES |= {"py", "pygments", "pytest", "requests", "sitecustomize", "usercustomize", "yaml"}
+# Files that change how tests run, without being tested: settings, plugins, and compiled copies of unchanged files.
+_OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
+_OF_RUNNERS |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
+_KINDS_OF_RUNNERS = (".pth", ".dist-info", ".egg-info", ".egg-link")
+# Modules that tests import, beside Python's; with `python -m pytest`, Python looks for them first where tests start.
+_LIBRARIES = {"_pytest", "coverage", "exceptiongroup", "hypothesis", "iniconfig", "numpy", "packaging", "pandas"}
+_LIBRARIES |= {"pluggy", "py", "pygments", "pytest", "requests", "sitecustomize", "usercustomize", "yaml"}
+_LIBRARIES |= sys.stdlib_module_names
+_IS_TEST = re.compile(r"test_.*\.py|.*_test\.py")
 
 
 @dataclass
 class Verifier:
-    """Runs the tests of a row: a Harbor folder's (column `task`), or the command `verify`; TaskWorkflow has the rules.
+    """Runs the tests of a row: a folder's (column `task_folder`), or the command `verify`; TaskWorkflow has the rules.
 
     Nothing that the agent started runs any more. The tests find its files in a copy; no variable, home or process of
     the agent's is theirs.
 
     Args:
-        verify: the command for rows without a Harbor folder.
+        verify: the command for rows without a task folder.
         template: the setting `workspace_template`, which has the original files.
         hidden: files to copy over the agent's.
         timeout_s: deadline of `verify`.
@@ -90,13 +84,13 @@ class Verifier:
 
     async def start_agent(self, request: Json, prompt: Prompt, copies: Sequence[tuple[str, str]] = ()) -> Json:
         """Starts an agent in its row's environment, with these folders copied into it."""
-        if "task" in prompt.fields:
-            machine = await self._machine(prompt, copies=copies, returned=[task_of(prompt.fields["task"]).workdir])
+        if "task_folder" in prompt.fields:
+            machine = await self._machine(prompt, copies=copies, returned=task_of(prompt.fields["task_folder"]).workdir)
             return await self._run(machine, request, prompt)
         if self.verify is None:
             raise RolloutError(
-                f"Prompt {prompt.id!r} has no column `task`, and there is no `verify`. Set data.train to a folder of "
-                "tasks, or verify to a test command."
+                f"Prompt {prompt.id!r} has no column `task_folder`, and there is no `verify`. Set data.train to a "
+                "folder of tasks, or verify to a test command."
             )
         return await run_under_guard(request)
 
@@ -108,12 +102,14 @@ class Verifier:
         """
         if Path(workspace).is_symlink() or not Path(workspace).is_dir():
             raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder by a link or a file.")
-        return await (self._reward_of_tests if "task" in prompt.fields else self._reward_of_verify)(prompt, workspace)
+        if "task_folder" in prompt.fields:
+            return await self._reward_of_tests(prompt, workspace)
+        return await self._reward_of_verify(prompt, workspace)
 
     async def _machine(self, prompt: Prompt, **settings: Any) -> Machine:
-        task = task_of(prompt.fields["task"])
+        task = task_of(prompt.fields["task_folder"])
         try:
-            image = await asyncio.to_thread(runtime_of(prompt.fields["runtime"]).build, task)
+            image = await asyncio.to_thread(_runtime(prompt).build, task)
         except ValueError as error:
             raise RolloutError(f"Task {task.folder}: {error}.") from error
         return Machine(task, image, **settings)
@@ -128,26 +124,24 @@ class Verifier:
             limits["file_mib"] = limits["disk_mib"] = of_task["storage"]
         environment = {**machine.task.environment("environment"), **request["environment"]}
         request = {**request, "limits": limits, "environment": environment}
-        return await runtime_of(prompt.fields["runtime"]).run(machine, request)
+        return await _runtime(prompt).run(machine, request)
 
     async def _start_tests(self, request: Json, prompt: Prompt) -> Json:
-        task = task_of(prompt.fields["task"])
+        task, left = task_of(prompt.fields["task_folder"]), prompt.fields["agent_workspace"]
         tests = task.folder.resolve() / "tests"
 
-        def removed(before: Collection[str]) -> list[str]:
-            work = Path(prompt.fields["agent_workspace"]).resolve()
-            folder = work / task.workdir.strip("/")
-            is_own = folder.is_dir() and folder.resolve() == folder  # an agent can replace it by a link to elsewhere
-            return misleading(folder, before, tests, task.instruction) if is_own else []
+        def clean(before: Collection[str]) -> None:
+            remove_misleading(Path(left, task.workdir.strip("/")), before, tests, task.instruction)
 
-        settings: dict[str, Any] = {"agent_workspace": prompt.fields["agent_workspace"], "removed": removed}
-        settings |= {"copies": [(str(tests), "/tests")], "returned": ["/logs/verifier"]}
-        machine = await self._machine(prompt, **settings)
+        copies = [(str(tests), "/tests")]
+        machine = await self._machine(prompt, copies=copies, left=left, clean=clean, returned="/logs/verifier")
         environment = {**request["environment"], **task.environment("verifier")}
-        return await self._run(machine, {**request, "environment": environment}, prompt)
+        request = {**_within_timeout(request, prompt), "environment": environment}
+        return _within_limits(await self._run(machine, request, prompt))
 
     async def _start_verify(self, request: Json, prompt: Prompt) -> Json:
-        return await run_under_guard({**request, "template": prompt.fields["agent_workspace"]})
+        request = {**_within_timeout(request, prompt), "template": prompt.fields["agent_workspace"]}
+        return _within_limits(await run_under_guard(request))
 
     async def _finish(self, tests: AgentCommand, prompt: Prompt, workspace: str, timeout_s: float) -> tuple[Any, Any]:
         """Runs tests on what the agent left; returns their result, and how they failed or None."""
@@ -158,14 +152,17 @@ class Verifier:
             return error.result, str(error)
 
     async def _reward_of_tests(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
-        task = task_of(prompt.fields["task"])
+        task = task_of(prompt.fields["task_folder"])
+        folder = Path(workspace).resolve() / task.workdir.strip("/")
+        if not folder.is_dir() or folder.resolve() != folder:  # the agent removed it, or replaced it by a link
+            return 0.0, {"tests_without_reward": 1.0}
         result, problem = await self._finish(self._tests, prompt, workspace, task.timeout_s("verifier"))
         if result.workspace is None:
             return 0.0, {"tests_without_reward": 1.0}
         try:
             reward, metrics = reward_in(Path(result.workspace, "logs", "verifier"))
             return reward, {**metrics, "tests_without_reward": 0.0}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             text = "The tests of %s gave no reward, so it is 0: %s. %s"
             log.warning(text, task.folder, error, problem or f"They printed {result.output[-300:]!r}.")
             return 0.0, {"tests_without_reward": 1.0}
@@ -173,29 +170,43 @@ class Verifier:
             _delete(result.workspace)
 
     async def _reward_of_verify(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
-        with contextlib.ExitStack() as stack:
-            template = row_folder("workspace_template", self.template, prompt.fields)
-            try:
-                hidden = row_folder("hidden", self.hidden, prompt.fields)
-            except OSError as error:
-                raise RolloutError(f"Prompt {prompt.id!r}: {error}.") from error
-            await asyncio.to_thread(restore_runners, Path(workspace), Path(template) if template else None)
-            if hidden is not None:
-                await asyncio.to_thread(overlay, Path(hidden), Path(workspace))
-            tests, is_pytest = self._verify, any(Path(word).name in ("pytest", "py.test") for word in self.verify or ())
-            if is_pytest:
-                tests = replace(tests, command=[*tests.command, "--junitxml={tmp}/report.xml"])
-            result, problem = await self._finish(tests, prompt, workspace, self.timeout_s)
-            stack.callback(_delete, result.workspace)
-            self._verify.layers = tests.layers
-            if not is_pytest:
-                return float(problem is None), {}
-            passed, total = 0, 0
+        template = row_folder("workspace_template", self.template, prompt.fields)
+        try:
+            hidden = row_folder("hidden", self.hidden, prompt.fields)
+        except OSError as error:
+            raise RolloutError(f"Prompt {prompt.id!r}: {error}.") from error
+        await asyncio.to_thread(restore_runners, Path(workspace), Path(template) if template else None)
+        if hidden is not None:
+            await asyncio.to_thread(overlay, Path(hidden), Path(workspace))
+        tests, is_pytest = self._verify, any(Path(word).name in ("pytest", "py.test") for word in self.verify or ())
+        if is_pytest:
+            tests = replace(tests, command=[*tests.command, "--junitxml={tmp}/report.xml"])
+        result, problem = await self._finish(tests, prompt, workspace, self.timeout_s)
+        self._verify.layers = tests.layers
+        if not is_pytest:
+            _delete(result.workspace)
+            return float(problem is None), {}
+        passed, total = 0, 0
+        if result.workspace is not None:
             with contextlib.suppress(OSError, ValueError, ElementTree.ParseError):
-                report = Path(result.workspace or "").parent / "tmp" / "report.xml"
-                passed, total = passed_in(_read_small(report, _MAX_REPORT_BYTES))
-            metrics = {"tests_passed_fraction": passed / max(total, 1)}
-            return float(problem is None and passed > 0), metrics
+                passed, total = passed_in(_read_small(Path(result.workspace).parent / "tmp" / "report.xml"))
+            _delete(result.workspace)
+        return float(problem is None and passed > 0), {"tests_passed_fraction": passed / max(total, 1)}
+
+
+def _runtime(prompt: Prompt) -> Runtime:
+    return runtime_of(prompt.fields.get("runtime", "local"))
+
+
+def _within_timeout(request: Json, prompt: Prompt) -> Json:
+    return {**request, "limits": {**request["limits"], "wall_s": prompt.fields["agent_timeout_s"]}}
+
+
+def _within_limits(reply: Json) -> Json:
+    """Returns a reply; raises AgentFailed if a limit ended the tests, which then give no reward."""
+    if reply["exit_code"] is None and reply["stopped_by"] is not None:
+        raise AgentFailed(f"The tests were stopped by their limit of {reply['stopped_by']}.")
+    return reply
 
 
 def script(path: str) -> list[str]:
@@ -208,17 +219,19 @@ def reward_in(folder: Path) -> tuple[float, dict[str, float]]:
 
     Raises:
         OSError: if there is neither file.
-        ValueError: if it has something other than finite numbers.
+        ValueError: if there are both, or one has something other than finite numbers.
     """
     if (folder / "reward.json").exists():
-        values = json.loads(_read_small(folder / "reward.json", _MAX_REWARD_BYTES))
+        if (folder / "reward.txt").exists():  # one may be the agent's, whose code the tests ran
+            raise ValueError("there are both reward.txt and reward.json")
+        values = json.loads(_read_small(folder / "reward.json"))
         values = values if isinstance(values, dict) else {"reward": values}
-        numbers = {str(name): _number(value, "reward.json") for name, value in values.items()}
-        if not numbers:
-            raise ValueError("reward.json has no numbers")
+        numbers = {name: _number(value, "reward.json") for name, value in values.items()}
+        if not 0 < len(numbers) <= _MAX_METRICS:
+            raise ValueError(f"reward.json has {len(numbers)} numbers, which must be 1 to {_MAX_METRICS}")
         reward = numbers.pop("reward", None)
         return sum(numbers.values()) / len(numbers) if reward is None else reward, numbers
-    return _number(_read_small(folder / "reward.txt", _MAX_REWARD_BYTES).decode().strip(), "reward.txt"), {}
+    return _number(_read_small(folder / "reward.txt").decode().strip(), "reward.txt"), {}
 
 
 def _number(value: object, file: str) -> float:
@@ -230,20 +243,22 @@ def _number(value: object, file: str) -> float:
     return number
 
 
-def _read_small(path: Path, max_bytes: int) -> bytes:
+def _read_small(path: Path) -> bytes:
     """Reads a file that an untrusted program may have made; follows no link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:  # noqa: PTH123
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"{path.name} is not a regular file")
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ValueError(f"{path.name} has more than {max_bytes} bytes")
+        data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"{path.name} has more than {_MAX_BYTES} bytes")
     return data
 
 
 def passed_in(report: bytes) -> tuple[int, int]:
     """Returns how many tests of a JUnit report passed, and how many there are, without those that were skipped."""
+    if b"<!DOCTYPE" in report:
+        raise ValueError("a report has no entities")
     cases = [case for case in ElementTree.fromstring(report).iter("testcase") if case.find("skipped") is None]
     return sum(case.find("failure") is None and case.find("error") is None for case in cases), len(cases)
 
@@ -251,39 +266,50 @@ def passed_in(report: bytes) -> tuple[int, int]:
 def restore_runners(folder: Path, template: Path | None) -> None:
     """Undoes an agent's changes, in a folder, of what controls a test runner."""
     before = set() if template is None else paths_in(template)
-    for name in misleading(folder, before):
-        _remove(folder / name)
+    remove_misleading(folder, before)
     for name in before:
         if template is not None and _controls_tests(name) and (template / name).is_file():
             shutil.copy2(template / name, _cleared(folder, Path(name)), follow_symlinks=False)
 
 
-def misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> list[str]:
-    """Returns an untrusted folder's new files that change how tests run, without being tested.
+def remove_misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> None:
+    """Removes an untrusted folder's new files that change how tests run, without being tested.
 
-    These are settings of a test runner, and modules that Python imports, where tests start, instead of a library.
+    These are settings and plugins of a test runner, and modules that Python imports instead of a library: where tests
+    start, and beside tests. Compiled modules go too, since they can differ from their source.
 
     Args:
         folder: where tests start.
         before: the paths that it had before the agent.
         tests: a folder of tests, whose packages count as libraries.
-        text: the instruction; a file that it names is part of the work.
+        text: the instruction; a file that it names, or a folder with a `/`, is part of the work.
     """
-    names = {*sys.stdlib_module_names, *_LIBRARIES}
-    names |= {path.parent.name for path in tests.rglob("__init__.py")} if tests is not None else set()
+    packages = {path.parent for path in tests.rglob("__init__.py")} - {tests} if tests is not None else set()
+    libraries = _LIBRARIES | {path.name for path in packages if path.parent not in packages}
 
     def hides(path: Path) -> bool:
-        is_module = path.suffix in (".py", ".pyc", ".so") or (path / "__init__.py").exists() or path.is_symlink()
-        return is_module and path.name.partition(".")[0] in names
+        is_module = path.suffix in (".py", ".pyc", ".so") or path.is_symlink() or any(path.glob("__init__.*"))
+        return is_module and path.name.partition(".")[0] in libraries
 
-    found = [path.name for path in folder.iterdir() if hides(path)]
+    def is_named(path: Path) -> bool:
+        end = "/" if path.is_dir() else r"(?!\w)"
+        return re.search(rf"(?<![\w.-]){re.escape(path.name)}{end}", text) is not None
+
+    removed = []
     for at, folders, files in os.walk(folder):
-        found += [str(Path(at, name).relative_to(folder)) for name in [*folders, *files] if _controls_tests(name)]
-    return [path for path in dict.fromkeys(found) if path not in before and Path(path).name not in text]
+        has_tests = at == str(folder) or any(map(_IS_TEST.fullmatch, files))
+        for path in [Path(at, name) for name in (*folders, *files)]:
+            if path.name == "__pycache__":
+                removed.append(path)
+            elif _controls_tests(path.name) or (has_tests and hides(path)):
+                is_new = str(path.relative_to(folder)) not in before
+                removed += [path] if is_new and not is_named(path) else []
+    for path in removed:
+        _remove(path)
 
 
 def _controls_tests(path: str) -> bool:
-    return Path(path).name in _OF_RUNNERS or path.endswith(".pth")
+    return Path(path).name in _OF_RUNNERS or path.endswith(_KINDS_OF_RUNNERS)
 
 
 def overlay(source: Path, target: Path) -> None:
@@ -306,7 +332,7 @@ def _cleared(folder: Path, relative: Path) -> Path:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        remove_folder(str(path))
     else:
         path.unlink(missing_ok=True)
 

@@ -13,8 +13,8 @@ from typing import Literal
 
 from lightrl.checks.bounds import check_choice
 from lightrl.trajectory import JsonObject
-from lightrl.workflows.tasks.folder import Task, task_of
-from lightrl.workflows.tasks.runtime import cache_folder, runtime_of
+from lightrl.workflows.task_folders.folder import TaskFolder, task_of
+from lightrl.workflows.task_folders.runtime import Runtime, cache_folder, runtime_of
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,12 @@ def rows(
 ) -> Iterator[JsonObject]:
     """Yields a row for each task in a folder, after building or pulling what its runtime needs.
 
-    A row has `question` (the instruction), `task` (the folder), `runtime` and `agent_timeout_s`.
+    A row has `question` (the instruction), `task_folder`, `runtime` and `agent_timeout_s`.
 
     Args:
         split: has no effect, because a folder is one split.
         folder: contains a folder for each task.
-        runtime: where agents and tests run: `local`, `docker`, `podman`, `apptainer` or the dotted path of a Runtime.
+        runtime: where agents and tests run: `local`, `docker`, `podman` or the dotted path of a Runtime.
         bad_tasks: what to do with tasks that cannot run there: raise an `error`, or `drop` and count them.
 
     Raises:
@@ -46,7 +46,7 @@ def rows(
     tasks = [task_of(str(path.parent)) for path in sorted(Path(folder).expanduser().glob("*/task.toml"))]
     if (missing := machines.missing()) is not None:
         raise ValueError(f"{len(tasks)} tasks in {folder} need runtime={runtime!r}: {missing}")
-    problems = {task: problem for task in tasks if (problem := task.problem or machines.problem(task)) is not None}
+    problems = {task: problem for task in tasks if (problem := _problem(task, machines)) is not None}
     problems |= _build([task for task in tasks if task not in problems], machines.build)
     if problems:
         examples = "; ".join(f"{task.folder.name}: {problem}" for task, problem in list(problems.items())[:3])
@@ -56,17 +56,27 @@ def rows(
         log.warning("%s They are dropped.", text)
     for task in tasks:
         if task not in problems:
-            values = {"question": task.instruction, "task": str(task.folder), "runtime": runtime}
+            values = {"question": task.instruction, "task_folder": str(task.folder), "runtime": runtime}
             yield {**values, "agent_timeout_s": task.timeout_s("agent")}
 
 
-def _build(tasks: list[Task], build: Callable[[Task], str]) -> dict[Task, str]:
+def _problem(task: TaskFolder, machines: Runtime) -> str | None:
+    try:
+        _ = task.instruction, task.limits_mib(), [task.timeout_s(name) for name in ("agent", "verifier", "environment")]
+        _ = task.environment("environment"), task.environment("verifier")
+        return task.problem or machines.problem(task)
+    except ValueError as error:
+        return str(error).rstrip(".")
+
+
+def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[TaskFolder, str]:
     """Builds the tasks' environments, each once, and reports progress; returns what failed."""
     first = {task.digest: task for task in tasks}
+    log.info("Preparing the environments of %d tasks, %d of them different.", len(tasks), len(first))
     failed: dict[str, str] = {}
     reported_s = time.monotonic()
 
-    def built(task: Task) -> str | None:
+    def built(task: TaskFolder) -> str | None:
         try:
             build(task)
         except ValueError as error:
