@@ -86,7 +86,7 @@ class Docker(Runtime):
         report = {"exit_code": code, "stdout": output, "stopped_by": stopped_by, "layers": ["container"]}
         return {**report, "problem": None}
 
-    def _call(self, *words: str, timeout_s: float = _CALL_S) -> subprocess.CompletedProcess[str]:
+    def _call(self, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         command = [self.program, *words]
         try:
             return subprocess.run(
