@@ -92,7 +92,7 @@ class TaskWorkflow(AgentWorkflow):
         if trajectory.rewards is None and trajectory.workspace is not None:
             try:
                 reward, metrics = await self.verifier.reward(prompt, trajectory.workspace)
-            except BaseException:
+            except BaseException:  # cancellation too: nobody else knows the folder
                 self.clean_up(trajectory)
                 raise
             trajectory.rewards = [0.0] * (len(trajectory.token_ids) - 1) + [reward]
