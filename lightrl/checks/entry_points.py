@@ -20,6 +20,7 @@ ENTRY_POINTS = {
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
     "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
+    "task folders": "lightrl.workflows.task_folders.rows",  # for a folder of tasks as the source of data
     "Muon": "lightrl.models.muon.MuonWithAdamW",  # for `optimizer: muon`
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
 }

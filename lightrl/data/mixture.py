@@ -36,13 +36,13 @@ class DataSource:
     """A source of rows.
 
     Args:
-        source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name or a local dataset folder, or the
-            dotted path of a function that accepts `split` and `arguments` and returns an iterable of dicts.
+        source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, a local dataset folder, a folder of
+            tasks, or the dotted path of a function that accepts `split` and `arguments` and returns dicts.
         weight: this source's share among several; only the ratios matter.
         name: configuration of a hub dataset, for example `main`.
         split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
-        arguments: keyword arguments for a function.
+        arguments: keyword arguments for a function or a folder of tasks.
         max_rows: use only the first rows; None uses all.
         label: identifies the source in prompt ids and, if set, in metrics such as `rollout/reward/LABEL`; None uses its
             index.

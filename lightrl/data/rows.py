@@ -24,10 +24,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
 from lightrl.checks.printable import count_text
 from lightrl.trajectory import JsonMapping, JsonObject
@@ -83,8 +85,8 @@ def read_rows(
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet`, `.arrow` or `.csv` file; a hub name or a local
-            dataset folder, for `datasets.load_dataset`; or the dotted path of a function that makes rows from `split`
-            and `arguments`, for example `my_project.data.riddles`.
+            dataset folder, for `datasets.load_dataset`; a folder of tasks; or the dotted path of a function that makes
+            rows from `split` and `arguments`, for example `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
         split: the dataset's split; for hub names, folders and functions, since a file is one split.
         max_rows: how many rows to read; None for all.
@@ -94,8 +96,7 @@ def read_rows(
         ValueError: if the source does not exist, cannot be read, or has no rows.
     """
     path = Path(source).expanduser()
-    function = None if path.exists() else function_of_rows(source)
-    if function is not None:
+    if (function := function_of_rows(source)) is not None:
         rows: Sequence[Row] = _rows_of_function(function, source, split, max_rows, arguments or {})
     elif path.is_file():
         rows = _read_file(path, max_rows)
@@ -113,8 +114,8 @@ def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
     kind, allowed = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
-    if not path.exists() and function_of_rows(source.source) is not None:
-        kind, allowed = "a function", ["split", "arguments"]
+    if function_of_rows(source.source) is not None:
+        kind, allowed = ("a task folder", ["arguments"]) if path.is_dir() else ("a function", ["split", "arguments"])
     elif file_suffix(path) in FILE_SUFFIXES:
         kind, allowed = "a file: only functions take arguments, and only hub datasets have a name", []
     for name in ("name", "split", "arguments"):
@@ -163,15 +164,15 @@ def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
         try:
             result[new] = column_of(row, old)
         except KeyError as error:
-            problem = (
-                f"has no column {old!r} for columns={{{new!r}: {old!r}}} (its columns: {', '.join(map(repr, row))})"
-            )
-            raise ValueError(f"{where} {problem}.") from error
+            problem = f"has no column {old!r} for columns={{{new!r}: {old!r}}}"
+            raise ValueError(f"{where} {problem} (its columns: {', '.join(map(repr, row))}).") from error
     return result
 
 
 def function_of_rows(source: str) -> Callable[..., Any] | None:
-    """Returns the function at a dotted path, or None for names of files and hub datasets."""
+    """Returns the function at a dotted path or of a folder of tasks, or None for other files and hub datasets."""
+    if (path := Path(source).expanduser()).exists():
+        return partial(entry_point("task folders"), folder=source) if any(path.glob("*/task.toml")) else None
     module, _, name = source.rpartition(".")
     if not module or not all(part.isidentifier() for part in source.split(".")) or file_suffix(source) in FILE_SUFFIXES:
         return None

@@ -208,8 +208,7 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMap
             matching file is a shard. A function is called again for each pass.
     """
     path = Path(source).expanduser()
-    function = None if path.exists() else function_of_rows(source)
-    if function is not None:
+    if (function := function_of_rows(source)) is not None:
         return shards_of(lambda: function(split=split, **arguments))
     suffix = file_suffix(path)
     if suffix in TEXT_READERS and "://" not in source:

@@ -7,6 +7,7 @@ Reading order:
       openenv.py      environments on an OpenEnv server
     multi_agent.py    several agents, all played by the policy
     agent_workflow/   an agent (a function or a program) that calls the policy through OpenAI's or Anthropic's API
+      task_folders/   an agent in a task's environment, whose tests give the reward
 
 May import: errors, checks, concurrency, trajectory, rewards, engines. To add one: subclass Workflow and write `run`.
 """
@@ -20,29 +21,25 @@ if TYPE_CHECKING:
     from lightrl.workflows.multi_agent import AgentEnvironment, MultiAgent
     from lightrl.workflows.multi_turn import Environment, MultiTurn, RetryWithFeedback
     from lightrl.workflows.openenv import OpenEnv, OpenEnvTools
+    from lightrl.workflows.task_folders import TaskWorkflow
     from lightrl.workflows.tools import MCPServer, ToolEnvironment
     from lightrl.workflows.workflow import SingleTurn, Workflow
 
 # Loaded on first use, so that a reward process that imports a user's environment starts without torch.
-_HOMES = {
-    "AgentEnvironment": "multi_agent",
-    "AgentResult": "agent_workflow",
-    "AgentWorkflow": "agent_workflow",
-    "Environment": "multi_turn",
-    "MCPServer": "tools",
-    "MultiAgent": "multi_agent",
-    "MultiTurn": "multi_turn",
-    "OpenEnv": "openenv",
-    "OpenEnvTools": "openenv",
-    "RetryWithFeedback": "multi_turn",
-    "SingleTurn": "workflow",
-    "ToolEnvironment": "tools",
-    "Workflow": "workflow",
+_NAMES = {
+    "agent_workflow": ("AgentResult", "AgentWorkflow"),
+    "multi_agent": ("AgentEnvironment", "MultiAgent"),
+    "multi_turn": ("Environment", "MultiTurn", "RetryWithFeedback"),
+    "openenv": ("OpenEnv", "OpenEnvTools"),
+    "task_folders": ("TaskWorkflow",),
+    "tools": ("MCPServer", "ToolEnvironment"),
+    "workflow": ("SingleTurn", "Workflow"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AgentEnvironment", "AgentResult", "AgentWorkflow", "Environment", "MCPServer", "MultiAgent", "MultiTurn",
-    "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn", "ToolEnvironment", "Workflow",
+    "OpenEnv", "OpenEnvTools", "RetryWithFeedback", "SingleTurn", "TaskWorkflow", "ToolEnvironment", "Workflow",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

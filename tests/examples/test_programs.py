@@ -60,6 +60,17 @@ def test_the_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [float(row["rollout/turns"]) for row in metrics(tmp_path)] == [1, 1]
 
 
+def test_tasks_in_folders_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    few = ["--model.group_size=2", "--trainer.callbacks=[]", "--trainer.max_steps=1", "--trainer.log_every_n_steps=1"]
+    assert run(["fit", "--config", "examples/agent/tasks.yaml", *few, f"--trainer.default_root_dir={tmp_path}"]) == 0
+    (row,) = metrics(tmp_path)
+    assert float(row["rollout/dropped_trajectories"]) == 0
+    assert float(row["rollout/tests_without_reward"]) == 0
+    assert "rollout/has_form" in row
+
+
 def says_largest(prompt: list[int], sampling: Any, sample: int) -> list[int]:
     """The largest digit of a prompt `3719=`, whose tokens are in the digits' order, and the end."""
     return [max(prompt[:4]), 1]

@@ -12,6 +12,7 @@ from lightrl.rewards.sandbox.guard.layers import unprotected_by
 from lightrl.rewards.sandbox.guard.network import split_host
 from lightrl.rewards.sandbox.local import (
     GUARD_COMMAND,
+    RELAY_COMMAND,
     SYSTEM_PATHS,
     Limits,
     LocalSandbox,
@@ -21,5 +22,5 @@ from lightrl.rewards.sandbox.local import (
     what_to_allow,
 )
 
-__all__ = ["GUARD_COMMAND", "SYSTEM_PATHS", "Limits", "LocalSandbox", "Run", "Sandbox"]
+__all__ = ["GUARD_COMMAND", "RELAY_COMMAND", "SYSTEM_PATHS", "Limits", "LocalSandbox", "Run", "Sandbox"]
 __all__ += ["guard_prefix", "remove_folder", "split_host", "unprotected_by", "what_to_allow"]

@@ -13,7 +13,15 @@ Reading order:
 May import: what workflows/ may.
 """
 
-from lightrl.workflows.agent_workflow.command import AgentLimits, AgentResult
+from lightrl.workflows.agent_workflow.command import (
+    AgentCommand,
+    AgentFailed,
+    AgentLimits,
+    AgentResult,
+    StartProgram,
+    row_folder,
+    run_under_guard,
+)
 from lightrl.workflows.agent_workflow.endpoint import serving_policy
 from lightrl.workflows.agent_workflow.frozen_models import FrozenModel
 from lightrl.workflows.agent_workflow.policy_access import PolicyAccess
@@ -21,4 +29,5 @@ from lightrl.workflows.agent_workflow.protocol import RequestPattern
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
 __all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "PolicyAccess", "RequestPattern"]
+__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "row_folder", "run_under_guard"]
 __all__ += ["serving_policy"]

@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,8 @@ _READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
 _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
 _UNBOUNDED = 1 << 30
 _TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
+# Runs the guard's request for a prompt, and returns a reply as the guard's.
+StartProgram = Callable[[dict[str, Any], Prompt], Awaitable[dict[str, Any]]]
 OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that have no effect on a function
 _INTERPRETERS = ("python3", "python", "node")  # on PATH, these may be links into other folders
 _SECRET = re.compile(r"\{env:(\w+)\}")
@@ -148,6 +150,7 @@ class AgentCommand:
     # Parent of the agents' folders, made by the process that computes rewards: workflow workers may exit earlier.
     root: str = field(default_factory=lambda: root_of(os.getpid()))
     layers: list[str] | None = None  # the protections in force; None before the first run
+    start: StartProgram | None = None  # None: under the guard
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         """Runs the program until it exits; raises RolloutError if it cannot be started or fails."""
@@ -155,7 +158,7 @@ class AgentCommand:
         is_kept = False
         try:
             request = self.request_of(workspace, prompt, base_url, api_key)
-            reply = await run_under_guard(request)
+            reply = await (run_under_guard(request) if self.start is None else self.start(request, prompt))
             is_kept = reply["exit_code"] is not None
         except OSError as error:
             help_ = _ARGUMENT_LIMITS if re.search("too long|null byte|surrogates", str(error)) else ""
@@ -166,12 +169,13 @@ class AgentCommand:
         if reply["layers"] != self.layers:  # log it once
             self.layers = reply["layers"]
             log.info("Agents run with these layers of protection: %s.", ", ".join(self.layers) or "none")
-            if unprotected := unprotected_by({*self.layers, "seccomp"}):
+            is_contained = "container" in self.layers
+            if not is_contained and (unprotected := unprotected_by({*self.layers, "seccomp"})):
                 text = "Agents run although nothing protects %s from them. %s See docs/security.md."
                 log.warning(text, " and ".join(unprotected), what_to_allow())
-            if "namespaces" not in self.layers and self.network == "none":
+            if not is_contained and "namespaces" not in self.layers and self.network == "none":
                 log.warning("Agents may reach the network: they have no network namespace. %s", what_to_allow())
-            if "view" not in self.layers:
+            if not is_contained and "view" not in self.layers:
                 text = "Agents see this machine's /etc, and have neither a user name nor a /tmp. %s"
                 log.warning(text, what_to_allow())
         output = self.without_secrets(reply["stdout"])
@@ -222,16 +226,10 @@ class AgentCommand:
         values |= {"home": f"{folder}/home", "tmp": f"{folder}/tmp", "api_key": api_key}
         values |= {"base_url": base_url, "root_url": base_url.removesuffix("/v1")}
 
-        def fill(text: str) -> str:  # leaves other braces unchanged
-            return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
+        def fill(text: str) -> str:
+            return _filled(text, values)
 
-        template = self.template and fill(self.template)
-        expansion = f"workspace_template={self.template!r} expands to {template!r}"
-        if template is not None and not Path(template).is_dir():
-            raise NotADirectoryError(f"{expansion}, which is not a folder")
-        fixed, brace, _ = (self.template or "").partition("{")  # `fixed`: the text before the first placeholder
-        if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(template)).resolve().parents:
-            raise PermissionError(f"{expansion}, which is outside the template's folder")
+        template = row_folder("workspace_template", self.template, values)
         environment = {**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath), **self.environment}
         names_task = any(re.search(r"\{task(_file)?\}", word) for word in (*self.command, *environment.values()))
 
@@ -258,6 +256,22 @@ class AgentCommand:
         request["needed"] = [program, *of_program, *filter(os.path.exists, map(os.path.expanduser, self.readable))]
         timeout_s = timeout_of(prompt, self.timeout_s)
         return request | {"limits": self.limits.of_program(timeout_s + 10)}  # the caller's deadline expires first
+
+
+def _filled(text: str, values: Mapping[str, object]) -> str:  # leaves other braces unchanged
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
+
+
+def row_folder(setting: str, path: str | None, values: Mapping[str, object]) -> str | None:
+    """Returns a row's folder, whose columns replace the `{name}`s in a path; raises OSError if there is none."""
+    folder = path and _filled(path, values)
+    expansion = f"{setting}={path!r} expands to {folder!r}"
+    if folder is not None and not Path(folder).is_dir():
+        raise NotADirectoryError(f"{expansion}, which is not a folder")
+    fixed, brace, _ = (path or "").partition("{")  # `fixed`: the text before the first placeholder
+    if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(folder)).resolve().parents:
+        raise PermissionError(f"{expansion}, which is outside the template's folder")
+    return folder
 
 
 def timeout_of(prompt: Prompt, timeout_s: float) -> float:

@@ -30,6 +30,7 @@ from lightrl.workflows.agent_workflow.command import (
     AgentFailed,
     AgentLimits,
     AgentResult,
+    StartProgram,
     check_command,
     delete_workspace,
     timeout_of,
@@ -101,6 +102,7 @@ class AgentWorkflow(Workflow):
     """
 
     own_timeout_s = None  # agent_timeout_s bounds the whole call
+    start_program: StartProgram | None = None  # a method of a subclass that runs programs elsewhere
 
     def __init__(
         self,
@@ -137,7 +139,7 @@ class AgentWorkflow(Workflow):
         if command is not None:
             self.agent_name = command[0]
             settings = (command, workspace_template, environment or {}, readable, network, self.limits)
-            agent = AgentCommand(*settings, agent_timeout_s, tokenizer.decode).run
+            agent = AgentCommand(*settings, agent_timeout_s, tokenizer.decode, start=self.start_program).run
         self.agent = function_of(agent or "", "agent")
         self.agent_timeout_s = agent_timeout_s
         self.max_tokens = max_tokens

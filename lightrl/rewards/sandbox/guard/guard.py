@@ -56,7 +56,7 @@ class _Execution:
             reply = self._run_in(folder)
             if self.program.folder is not None and reply["exit_code"] is not None:
                 try:
-                    reply["removed"] = _remove_foreign(folder)
+                    reply["removed"] = _remove_foreign(folder, tuple(f"/{name}/" for _, name in self.program.root))
                     is_kept = True
                 except (OSError, RecursionError) as error:  # nested too deeply to be checked
                     if reply["exit_code"] == 0:
@@ -199,10 +199,13 @@ def _file_with(data: bytes) -> int:
     return descriptor
 
 
-def _remove_foreign(folder: str) -> list[str]:
+def _remove_foreign(folder: str, own: tuple[str, ...] = ()) -> list[str]:
     """Removes entries that lead out of the folder or could block a reader; returns their names.
 
     These are symbolic and hard links, pipes, sockets and devices. Everything that ran in the folder has ended.
+
+    Args:
+        own: begins the absolute paths that led into the folder while it ran.
     """
 
     def failed(error: OSError) -> None:
@@ -221,7 +224,8 @@ def _remove_foreign(folder: str) -> list[str]:
     foreign = []
     for entry, status in status_of.items():
         is_link = stat.S_ISLNK(status.st_mode)
-        leads_out = is_link and not f"{os.path.realpath(entry)}/".startswith(f"{root}/")
+        is_own = is_link and f"{os.path.normpath(entry.readlink())}/".startswith(own)
+        leads_out = is_link and not is_own and not f"{os.path.realpath(entry)}/".startswith(f"{root}/")
         is_shared = status.st_nlink > num_links[status.st_dev, status.st_ino]
         if leads_out or is_shared or not (is_link or stat.S_ISREG(status.st_mode)):
             entry.unlink()

@@ -20,6 +20,7 @@ from typing import Any
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID, _NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
 _NEWUTS = 0x04000000
 MS_NOSUID_NODEV, MS_BIND_REC, _MS_REC_PRIVATE = 0b0110, (1 << 12) | (1 << 14), (1 << 14) | (1 << 18)
+_MNT_DETACH = 2
 MS_READ_ONLY_BIND = MS_NOSUID_NODEV | 0b1 | (1 << 5) | (1 << 12)  # for an existing mount
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_SECUREBITS = 1, 4, 8, 22, 28
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 36, 38, 47, 2
@@ -155,6 +156,16 @@ def enter_namespaces(kind: str, *, has_own_network: bool = True) -> bool:
     return True
 
 
+def enter_namespaces_of(process: int) -> None:
+    """Enters the user and network namespaces of another process; raises OSError if this process may not."""
+    for kind in ("user", "net"):
+        path = Path(f"/proc/{process}/ns/{kind}")
+        if path.stat().st_ino != Path(f"/proc/self/ns/{kind}").stat().st_ino:
+            with path.open() as namespace:
+                if _libc.setns(namespace.fileno(), 0) != 0:
+                    raise OSError(ctypes.get_errno(), f"{path} cannot be entered")
+
+
 def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
     """Mounts `disk`, a bounded memory disk at `folder`, and `proc`, a private `/proc`; returns those that worked."""
     if not keep_mounts_private():
@@ -175,6 +186,22 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str) 
     encoded = None if kind is None else kind.encode()
     result = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
     return bool(result == 0)
+
+
+def move_root(root: str) -> None:
+    """Makes a mount this mount namespace's root, and detaches the old one.
+
+    After a `chroot`, Landlock's rules for folders above the mount would hold for everything in it.
+    """
+    os.chdir(root)
+    number = 155 if platform.machine() == "x86_64" else 41  # pivot_root
+    if _libc.syscall(number, b".", b".") != 0 or not unmount("."):
+        raise OSError(ctypes.get_errno(), "the root of a mount namespace cannot be moved")
+    os.chdir("/")
+
+
+def unmount(path: str) -> bool:
+    return bool(_libc.umount2(path.encode(), _MNT_DETACH) == 0)
 
 
 def may_have_private_user(uid: int, needs_read_right: bool) -> bool:

@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -66,6 +67,19 @@ def send_ports(relay: int, port: int, *, has_proxy: bool) -> int | None:
             each.listen(128)
         socket.send_fds(channel, [b"\0"], [each.fileno() for each in sent])
         return proxy.getsockname()[1] if has_proxy else None
+
+
+def serve_inside() -> None:
+    """Connects a port inside a process's network namespace with this one's; arguments: process id, port.
+
+    Prints a line when it is ready. Ends when standard input closes.
+    """
+    process, port = map(int, sys.argv[2:])
+    relay = open_relay(port, ())
+    layers.enter_namespaces_of(process)
+    send_ports(relay, port, has_proxy=False)
+    os.write(1, b"ready\n")
+    sys.stdin.read()
 
 
 def proxy_environment(port: int) -> Mapping[str, str]:

@@ -37,6 +37,7 @@ class Program:
         if isinstance(request.get("network"), list):
             self.hosts = request["network"]
         self.proxy_port: int | None = None
+        self.root: list[tuple[str, str]] = request.get("root", [])  # folders that are copied, and their names below /
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.readable: list[str] = [*request["readable"], *request.get("needed", [])]
@@ -152,6 +153,9 @@ def _prepare(program: Program, folder: str) -> None:
         if program.request["template"] is not None:
             work = f"{folder}/work"
             shutil.copytree(program.request["template"], work, symlinks=True, dirs_exist_ok=True, copy_function=_clone)
+        for source, name in program.root:
+            target = f"{folder}/work/{name}"
+            shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=_clone)
         for path, names, files in os.walk(folder):
             for name in (*names, *files):
                 os.chown(Path(path) / name, owner, -1, follow_symlinks=False)
@@ -166,6 +170,10 @@ def _prepare(program: Program, folder: str) -> None:
             memory_mib = program.limits["memory_mib"]
             if view.show(folder, owner, program.readable, memory_mib, has_network=program.has_network):
                 program.layers.add("view")
+        if program.root:
+            if "view" not in program.layers:
+                raise OSError("folders at / need a mount namespace, which this system refuses")
+            view.change_root(folder, [name for _, name in program.root])
 
 
 def _clone(source: str, target: str) -> None:
@@ -183,7 +191,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
-    os.chdir(folder if program.folder is None else f"{folder}/work")
+    os.chdir(program.request.get("cwd") or (folder if program.folder is None else f"{folder}/work"))
     os.umask(0o077 if program.folder is None else 0o022)  # nobody else enters an agent's folder
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
@@ -205,6 +213,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
             readable += ["/proc"] if "proc" in remaining else []
             readable += view.readable_etc("view" in remaining)
             writable += view.WRITABLE if "view" in remaining else []
+            writable += [f"/{name}" for _, name in program.root]
             no_tcp = 0 if "namespaces" in remaining else no_tcp
         version = layers.restrict_files(writable, readable, no_tcp, program.port)
         remaining.discard("landlock" if version == 0 else "")

@@ -12,7 +12,17 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from .layers import HOST_NAME, MS_BIND_REC, MS_NOSUID_NODEV, MS_READ_ONLY_BIND, is_public, keep_mounts_private, mount
+from .layers import (
+    HOST_NAME,
+    MS_BIND_REC,
+    MS_NOSUID_NODEV,
+    MS_READ_ONLY_BIND,
+    is_public,
+    keep_mounts_private,
+    mount,
+    move_root,
+    unmount,
+)
 
 WRITABLE = ["/tmp", "/var/tmp", "/dev/shm"]
 # What an agent may read of the machine's /etc: nothing that may hold keys or settings of its users.
@@ -78,6 +88,25 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     for descriptor in (tmp, *shown.values()):
         os.close(descriptor)
     return True
+
+
+def change_root(folder: str, names: Iterable[str]) -> None:
+    """Changes to a root that has these folders of the agent's `work` at /, beside the machine's own."""
+    root = Path(folder, "root")
+    root.mkdir()
+    _mount_memory(str(root), "size=1m,mode=755")
+    for entry in [*Path("/").iterdir(), *(Path(folder, "work", name) for name in names)]:
+        target = root / entry.name
+        if entry.is_symlink():
+            target.symlink_to(entry.readlink())
+        elif entry.is_dir():
+            target.mkdir()
+            if not mount(str(entry), str(target), None, MS_BIND_REC, ""):
+                raise OSError(f"mounting {target} in the agent's namespace was refused")
+    move_root(str(root))
+    if not unmount(str(root)):  # a copy, which came with the folder above it
+        raise OSError("the copy of an agent's root cannot be unmounted")
+    root.rmdir()
 
 
 def _mount_etc(uid: int, home: str, has_network: bool) -> bool:

@@ -1,0 +1,21 @@
+"""Task folders: Harbor's format as data, its environment as the agent's machine, and its tests as the reward.
+
+Reading order:
+    folder.py      TaskFolder: one folder (instruction.md, task.toml, environment/, tests/)
+    rows.py        rows: a folder of tasks as data; prepares their environments
+    workflow.py    TaskWorkflow: an AgentWorkflow whose agent works in the task's environment
+    verifier.py    Verifier: runs the tests on what the agent left
+    runtime.py     Runtime, the interface of machines, and the names that the setting `runtime` knows
+    local.py       this machine's sandbox, for environments that consist of files
+    containers.py  docker and podman
+
+May import: what workflows/ may. To add a runtime: subclass Runtime, and name its class in the setting.
+"""
+
+from lightrl.workflows.task_folders.folder import TaskFolder
+from lightrl.workflows.task_folders.rows import rows
+from lightrl.workflows.task_folders.runtime import Runtime, runtime_of
+from lightrl.workflows.task_folders.verifier import Verifier
+from lightrl.workflows.task_folders.workflow import TaskWorkflow
+
+__all__ = ["Runtime", "TaskFolder", "TaskWorkflow", "Verifier", "rows", "runtime_of"]

@@ -1,0 +1,321 @@
+"""Docker and Podman: tasks in containers, through the command-line programs.
+
+A run starts a container that sleeps, copies files in, executes the program, kills the container, copies files out, and
+removes it. A process that outlives this one starts the container, and removes it as soon as this one closes a pipe or
+dies. Without a network, the agent reaches only the policy's endpoint: a socket made in the container's network
+namespace leads there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import re
+import resource
+import secrets
+import shlex
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import IO, TypeVar
+
+from lightrl.concurrency.owner import may_run, own_mark
+from lightrl.rewards.sandbox import RELAY_COMMAND, SYSTEM_PATHS
+from lightrl.workflows.task_folders.folder import TaskFolder
+from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json, Machine, Runtime, variables_of
+
+T = TypeVar("T")
+
+_LABEL = "lightrl-owner"
+_UNBOUNDED_MIB = 1 << 30
+_MANY_PROCESSES = 1 << 15  # of this user, in all containers; each has a limit of its own, and Podman has no higher one
+_CALL_S = 120.0
+_MAX_COPIED_MIB = 1024  # of what an agent leaves, without limits.disk_mib
+# Starts and removes a container; without SIGPIPE, it goes on if the process that reads its output is dead.
+_LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
+_EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
+_WITH_VARIABLES = '. "$0"; exec "$@"'
+
+
+class Docker(Runtime):
+    """Containers by `docker`."""
+
+    program = "docker"
+
+    def __init__(self) -> None:
+        self._built: dict[str, str] = {}  # a task's digest → the name of its image
+
+    def missing(self) -> str | None:
+        if shutil.which(self.program) is None:
+            return f"there is no program {self.program}. Install it, or choose another runtime."
+        done = self._call("info")
+        if done.returncode:
+            return f"`{self.program} info` fails: {_end_of(done.stderr)}. Start its service, or choose another runtime."
+        self._remove_left_behind()
+        return None
+
+    def build(self, task: TaskFolder) -> str:
+        if task.digest not in self._built:
+            name = task.image or f"localhost/lightrl-task:{task.digest}"
+            if self._call("image", "inspect", name).returncode:
+                words = ["pull", name] if task.image else ["build", "-t", name, str(task.folder / "environment")]
+                done = self._call(*words, timeout_s=task.timeout_s("environment"))
+                if done.returncode:
+                    raise ValueError(f"{self.program} {words[0]} of {name} fails: {_end_of(done.stderr)}")
+            self._built[task.digest] = name
+        return self._built[task.digest]
+
+    async def run(self, machine: Machine, request: Json) -> Json:
+        if not isinstance(request["network"], str):
+            raise OSError(f"network={request['network']} must be none or allow in a container")
+        async with self._container(machine, request) as name:
+            await self._copy_in(name, machine, request)
+            async with self._relay(name, request):
+                code, output = await self._execute(name, machine, request)
+            await self._do("kill", name)
+            Path(request["folder"]).mkdir(mode=0o700)
+            await self._copy_out(name, machine.returned, request)
+        stopped_by = "time" if code is None else None
+        report = {"exit_code": code, "stdout": output, "stopped_by": stopped_by, "layers": ["container"]}
+        return {**report, "problem": None}
+
+    def _call(self, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        command = [self.program, *words]
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=timeout_s, errors="replace"
+            )
+        except subprocess.TimeoutExpired:
+            return subprocess.CompletedProcess(command, 124, "", f"it did not end within {timeout_s:g} s")
+
+    def _remove_left_behind(self) -> None:
+        """Removes containers whose owner was killed together with the process that waits to remove them."""
+        containers = self._call("ps", "--all", "--filter", f"label={_LABEL}", "--format", "{{.ID}} {{.Labels}}").stdout
+        for name, mark in re.findall(rf"^(\w+) .*{_LABEL}[=:]([\w-]+)", containers, re.MULTILINE):
+            if not may_run(mark):
+                self._call("rm", "--force", "--volumes", name)
+
+    @contextlib.asynccontextmanager
+    async def _container(self, machine: Machine, request: Json) -> AsyncIterator[str]:
+        """Starts a container; removes it at the end, on cancellation, and if this process is killed."""
+        name = f"lightrl-{secrets.token_hex(8)}"
+        start, remove = self._start(name, machine, request), [self.program, "rm", "--force", "--volumes", name]
+        words = [shlex.join(["timeout", f"{_CALL_S:g}", *each]) for each in (start, remove)]
+        command = ["/bin/sh", "-c", _LIFE, "sh", *words]
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            ) as life,
+        ):
+            assert life.stdin is not None
+            assert life.stdout is not None
+            try:
+                if await _finished(life.stdout.readline, life.stdin.close) != b"started\n":
+                    errors.seek(0)
+                    text = _end_of(errors.read().decode(errors="replace"))
+                    raise OSError(f"{self.program} cannot start a container: {text}")
+                yield name
+            finally:
+                life.stdin.close()
+                await _finished(life.wait)
+
+    def _start(self, name: str, machine: Machine, request: Json) -> list[str]:
+        limits = request["limits"]
+        words = ["run", "--detach", "--name", name, "--label", f"{_LABEL}={own_mark()}"]
+        words += ["--user", "0", "--workdir", "/"]
+        words += ["--network", "none" if request["network"] == "none" else "host"]
+        words += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits["max_processes"])]
+        # Podman asks for more than this process may have if these are not set.
+        bounds = {"nofile": (limits["max_open_files"], resource.RLIMIT_NOFILE)}
+        bounds["nproc"] = (_MANY_PROCESSES, resource.RLIMIT_NPROC)
+        for kind, (bound, limit) in bounds.items():
+            allowed = resource.getrlimit(limit)[1]
+            value = bound if allowed == resource.RLIM_INFINITY else min(bound, allowed)
+            words += ["--ulimit", f"{kind}={value}:{value}"]
+        if limits["memory_mib"] < _UNBOUNDED_MIB:
+            words += ["--memory", f"{limits['memory_mib']}m", "--memory-swap", f"{limits['memory_mib']}m"]
+        for path in _mounted(request):
+            words += ["--volume", f"{path}:{path}:ro"]
+        return [self.program, *words, "--entrypoint", "sleep", machine.image, "infinity"]
+
+    async def _do(self, *words: str, stdin: IO[bytes] | None = None) -> str:
+        """Runs a command of the program; returns its output, or raises OSError with the end of its errors."""
+        process = await asyncio.create_subprocess_exec(
+            self.program, *words, stdin=stdin or subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
+        )
+        try:
+            out, errors = await asyncio.wait_for(process.communicate(), _CALL_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if process.returncode:
+            raise OSError(f"`{self.program} {words[0]}` fails: {_end_of(errors.decode(errors='replace'))}")
+        return out.decode(errors="replace")
+
+    async def _copy_in(self, name: str, machine: Machine, request: Json) -> None:
+        if machine.left is not None:
+            paths = await self._do("exec", name, "sh", "-c", _EMPTY, machine.task.workdir)
+            await asyncio.to_thread(machine.clean, {path.removeprefix("./") for path in paths.splitlines()})
+        with tempfile.TemporaryFile() as file:
+            await asyncio.to_thread(_pack, file, machine, request)
+            await self._do("cp", "-", f"{name}:/", stdin=file)
+
+    async def _copy_out(self, name: str, path: str, request: Json) -> None:
+        target = Path(request["folder"], "work", *Path(path).parent.parts[1:])
+        max_mib = request["limits"]["disk_mib"] or _MAX_COPIED_MIB
+        with subprocess.Popen([self.program, "cp", f"{name}:{path}", "-"], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            try:
+                await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
+            except (ValueError, tarfile.TarError) as error:
+                raise OSError(f"{path} cannot be copied: {error}") from error
+            finally:
+                process.kill()
+
+    @contextlib.asynccontextmanager
+    async def _relay(self, name: str, request: Json) -> AsyncIterator[None]:
+        """Without a network, connects the endpoint's port in the container with this machine's."""
+        if request["network"] != "none" or request["port"] == NO_ENDPOINT:
+            yield
+            return
+        words = [*RELAY_COMMAND, (await self._do("inspect", "--format", "{{.State.Pid}}", name)).strip()]
+        with subprocess.Popen(
+            [*words, str(request["port"])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as relay:  # ends when its input is closed
+            assert relay.stdout is not None
+            if not await _finished(relay.stdout.readline, relay.kill):
+                raise OSError(
+                    "the container's network namespace cannot be entered. Run as root or with a rootless podman, or "
+                    "set network: allow"
+                )
+            yield
+
+    async def _execute(self, name: str, machine: Machine, request: Json) -> tuple[int | None, str]:
+        """Runs the program; returns its exit code, None after the deadline, and the end of its output."""
+        words = ["exec", "--interactive", "--workdir", machine.task.workdir, name, "sh", "-c", _WITH_VARIABLES]
+        program, *arguments = request["command"]
+        words += [f"{request['folder']}/variables.sh", Path(program).name if _is_of_image(program) else program]
+        words += arguments
+        process = await asyncio.create_subprocess_exec(self.program, *words, stdin=PIPE, stdout=PIPE, stderr=STDOUT)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        output = bytearray()
+        max_bytes = request["limits"]["output_kib"] << 10
+
+        async def talk(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> int:
+            stdin.write(request["stdin"].encode(errors="surrogatepass"))
+            stdin.close()
+            while chunk := await stdout.read(1 << 16):
+                output.extend(chunk)
+                del output[:-max_bytes]
+            return await process.wait()
+
+        code: int | None = None
+        try:
+            with contextlib.suppress(TimeoutError):
+                code = await asyncio.wait_for(talk(process.stdin, process.stdout), request["limits"]["wall_s"])
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        return code, output.decode(errors="replace")
+
+
+class Podman(Docker):
+    """Containers by `podman`, also without root."""
+
+    program = "podman"
+
+
+def _mounted(request: Json) -> list[str]:
+    """Returns the paths of this machine that the container shows read-only: the agent's program and `readable`."""
+    paths = {os.path.realpath(path) for path in request["needed"]} | set(request["needed"])
+    return sorted(path for path in paths if not _is_of_image(path))
+
+
+def _is_of_image(path: str) -> bool:
+    return f"{path}/".startswith(tuple(f"{each}/" for each in SYSTEM_PATHS))
+
+
+def _pack(file: IO[bytes], machine: Machine, request: Json) -> None:
+    """Writes an archive of a container's new files: the request's folder, the machine's copies, and what was left."""
+    folder, workdir = request["folder"].strip("/"), machine.task.workdir.strip("/")
+    script = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables_of(request).items())
+    files = {**request["files"], "variables.sh": script}
+    copies = list(machine.copies)
+    if machine.left is not None:
+        copies.append((f"{machine.left}/{workdir}", workdir))
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for path in (workdir, folder, *(f"{folder}/{name}" for name in ("home", "work", "tmp")), "logs/verifier"):
+            entry = tarfile.TarInfo(path)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o777
+            tar.addfile(entry)
+        for name, text in files.items():
+            data = text.encode(errors="surrogatepass")
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mode = len(data), 0o644
+            tar.addfile(entry, io.BytesIO(data))
+        for source, target in copies:
+            for at, folders, names in os.walk(source):  # `add` recurses, and an agent's folders may be deep
+                for path in [Path(at, name) for name in (*folders, *names)]:
+                    tar.add(path, f"{target.strip('/')}/{path.relative_to(source)}", recursive=False, filter=_of_root)
+    file.seek(0)
+
+
+def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    return entry.replace(uid=0, gid=0, uname="", gname="", deep=False)
+
+
+def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
+    """Extracts an untrusted archive's files, then its links, without those that lead out of the target.
+
+    Raises:
+        ValueError: if there is more than `max_mib`.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    num_bytes, links = 0, []
+
+    def extract(entry: tarfile.TarInfo) -> None:
+        with contextlib.suppress(tarfile.FilterError, tarfile.StreamError, KeyError):
+            tar.extract(tarfile.data_filter(entry, str(target)), target)
+
+    with tarfile.open(fileobj=stream, mode="r|") as tar:
+        for entry in tar:
+            num_bytes += entry.size + tarfile.BLOCKSIZE
+            if num_bytes > max_mib << 20:
+                raise ValueError(f"it has more than limits.disk_mib ({max_mib} MiB)")
+            if entry.issym():
+                links.append(entry)  # until all files are there, so that none is written through a link
+            elif entry.isreg() or entry.isdir() or entry.islnk():
+                extract(entry)
+        for entry in links:
+            extract(entry)
+
+
+async def _finished(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+    """Runs a blocking function in a thread and waits until it ends; on cancellation, calls `stop` first."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    is_cancelled = False
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError:
+            is_cancelled = True
+            stop()
+    if is_cancelled:
+        running.exception()
+        raise asyncio.CancelledError
+    return running.result()
+
+
+def _end_of(text: str) -> str:
+    return text.strip()[-300:] or "it printed no error"

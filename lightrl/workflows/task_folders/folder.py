@@ -1,0 +1,156 @@
+"""TaskFolder: a folder in Harbor's format.
+
+    my-tasks/fix-the-parser/
+        instruction.md           the prompt
+        task.toml                timeouts, environment variables, limits
+        environment/Dockerfile   the machine; or `docker_image` in task.toml
+        tests/test.sh            writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
+        solution/solve.sh        read by scripts/task_folders/solve.py alone
+
+Source: https://www.harborframework.com/docs/tasks, version 1.2. The package `harbor` is not used: it needs Python 3.12
+and 27 packages, among them servers and clients of other services, and this reads three files.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightrl.checks.bounds import finite_number
+from lightrl.trajectory import JsonObject
+
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+
+
+@dataclass(frozen=True)
+class TaskFolder:
+    """A task in a folder of Harbor's format; its fields are read when they are used, once.
+
+    Raises:
+        ValueError: from each property, if the file that it reads is missing or has a wrong value.
+    """
+
+    folder: Path
+
+    @functools.cached_property
+    def config(self) -> JsonObject:
+        """The contents of task.toml."""
+        try:
+            return tomllib.loads((self.folder / "task.toml").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder / 'task.toml'} cannot be read: {error}") from error
+
+    @property
+    def instruction(self) -> str:
+        try:
+            return (self.folder / "instruction.md").read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{self.folder / 'instruction.md'} cannot be read: {error}") from error
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[str, str]]:
+        """The Dockerfile's instructions, each with its arguments; [] without a Dockerfile."""
+        file = self.folder / "environment" / "Dockerfile"
+        if not file.is_file():
+            return []
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
+        joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines()
+        words = [line.strip().partition(" ") for line in joined if line.strip()]
+        if bare := [word for word, _, rest in words if not rest.strip()]:
+            raise ValueError(f"{file}: {bare[0]} has no arguments")
+        return [(word.upper(), rest.strip()) for word, _, rest in words]
+
+    @functools.cached_property
+    def workdir(self) -> str:
+        """Where the agent and the tests start; what is below it is what the tests see of the agent's work."""
+        in_file = "/"
+        for word, rest in self.steps:
+            in_file = os.path.join(in_file, rest.strip("\"'")) if word == "WORKDIR" else in_file  # noqa: PTH118
+        return os.path.normpath(os.path.join("/", self._value("environment", "workdir", str) or in_file))  # noqa: PTH118
+
+    @property
+    def image(self) -> str | None:
+        """The name of a ready image, instead of a Dockerfile."""
+        name: str | None = self._value("environment", "docker_image", str)
+        return name
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the environment's contents."""
+        total = hashlib.sha256(repr((self.image, self.workdir)).encode())
+        for path in sorted((self.folder / "environment").rglob("*")):
+            total.update(f"{path.relative_to(self.folder)} {path.lstat().st_mode}\n".encode(errors="surrogateescape"))
+            if path.is_symlink():
+                total.update(os.fsencode(path.readlink()))
+            elif path.is_file():
+                with path.open("rb") as file:
+                    total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest()[:24]
+
+    @property
+    def problem(self) -> str | None:
+        """Why no runtime can run this task, or None."""
+        environment = self._section("environment")
+        has = {
+            "tests/test.sh is missing": not (self.folder / "tests" / "test.sh").is_file(),
+            "it has neither environment/Dockerfile nor docker_image": not (self.steps or self.image),
+            "it has several [[steps]]": self.config.get("steps"),
+            "it needs several containers": any((self.folder / "environment").glob("*compose.y*ml")),
+            "it needs Windows": str(environment.get("os", "linux")).lower() != "linux",
+            "it needs GPUs": environment.get("gpus"),
+            "it needs MCP servers": environment.get("mcp_servers"),
+            "its working directory is /": self.workdir == "/",
+            f"docker_image={self.image!r} is an option": (self.image or "").startswith("-"),
+        }
+        return next((text for text, value in has.items() if value), None)
+
+    def timeout_s(self, section: Literal["agent", "verifier", "environment"]) -> float:
+        """Returns the deadline of an agent, of the tests, or of a build; by default 600 s."""
+        name = "build_timeout_sec" if section == "environment" else "timeout_sec"
+        value = self._value(section, name, (int, float))
+        if (number := finite_number(600.0 if value is None else value)) is None or number <= 0:
+            raise ValueError(f"{self.folder / 'task.toml'}: {section}.{name} must be above 0, got {value!r}.")
+        return number
+
+    def environment(self, section: Literal["environment", "verifier"]) -> dict[str, str]:
+        """Returns the environment variables of a section; `${NAME}` and `${NAME:-default}` are this process's."""
+
+        def fill(match: re.Match[str]) -> str:
+            value = os.environ.get(match[1], match[2])
+            if value is None:
+                raise ValueError(f"{self.folder / 'task.toml'} has ${{{match[1]}}}, which is not set. Export it.")
+            return value
+
+        return {name: _VARIABLE.sub(fill, str(value)) for name, value in self._section(section, "env").items()}
+
+    def limits_mib(self) -> dict[str, int]:
+        """Returns the task's bounds on memory and disk, as far as it states them."""
+        values = {name: self._value("environment", f"{name}_mb", int) for name in ("memory", "storage")}
+        return {name: value for name, value in values.items() if value}
+
+    def _section(self, *names: str) -> JsonObject:
+        section = self.config
+        for name in names:
+            section = section.get(name, {})
+            if not isinstance(section, dict):
+                raise ValueError(
+                    f"{self.folder / 'task.toml'}: [{'.'.join(names)}] must be a table, got {section!r:.80}."
+                )
+        return section
+
+    def _value(self, section: str, name: str, kind: type | tuple[type, ...]) -> Any:
+        value = self._section(section).get(name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{self.folder / 'task.toml'}: {section}.{name} has the wrong type: {value!r:.80}.")
+        return value
+
+
+@functools.lru_cache(maxsize=100_000)
+def task_of(folder: str) -> TaskFolder:
+    return TaskFolder(Path(folder).expanduser())

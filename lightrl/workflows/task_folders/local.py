@@ -1,0 +1,203 @@
+"""LocalRuntime: tasks in this machine's sandbox, for environments that consist of files.
+
+The Dockerfile's image is not used: programs find this machine's, with the environment's own folders at /. COPY, ADD of
+files, ENV and WORKDIR work as in Docker; RUN is executed as an agent would be, without a network, so it can only change
+the environment's folders. A step that installs packages passes if this machine has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from lightrl.errors import RolloutError
+from lightrl.rewards.sandbox import remove_folder
+from lightrl.trajectory import Prompt
+from lightrl.workflows.agent_workflow import AgentCommand, AgentFailed, AgentLimits, AgentResult, run_under_guard
+from lightrl.workflows.task_folders.folder import TaskFolder
+from lightrl.workflows.task_folders.runtime import (
+    NO_ENDPOINT,
+    Json,
+    Machine,
+    Runtime,
+    cache_folder,
+    paths_in,
+    variables_of,
+)
+
+_UNUSED = [
+    "LABEL",
+    "EXPOSE",
+    "CMD",
+    "ENTRYPOINT",
+    "MAINTAINER",
+    "USER",
+    "STOPSIGNAL",
+    "HEALTHCHECK",
+    "SHELL",
+    "VOLUME",
+]
+_CONTEXT = ".build-context"
+_PACKAGES = "/var/lib/dpkg"  # the list of what is installed
+_OF_BUILD = ("tmp", "var")  # folders that a build may write to, and that the environment does not keep
+# Before each script. Packages of the system count as installed if this machine's dpkg knows them.
+_FUNCTIONS = """set -e
+copy() {
+  local to="${@: -1}" from; set -- "${@:1:$#-1}"
+  if [ $# -gt 1 ] || [ "${to%/}" != "$to" ]; then mkdir -p "$to"; else mkdir -p "$(dirname "$to")"; fi
+  for from in "$@"; do
+    if [ -d "$from" ]; then mkdir -p "$to"; cp -a "$from/." "$to/"; else cp -a "$from" "$to"; fi
+  done
+}
+apt-get() {
+  local word; for word in "$@"; do case $word in
+    update|upgrade|clean|autoremove) return 0 ;; -*|install) ;; *) dpkg -s "${word%%=*}" >/dev/null || return 1 ;;
+  esac; done
+}
+apt() { apt-get "$@"; }
+export -f apt-get apt
+export PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1 DEBIAN_FRONTEND=noninteractive
+"""
+
+
+class LocalRuntime(Runtime):
+    """Programs in this machine's namespaces; see the module's text."""
+
+    def missing(self) -> str | None:
+        return None if sys.platform == "linux" else "this system has no namespaces. Use docker."
+
+    def problem(self, task: TaskFolder) -> str | None:
+        if not task.steps:
+            return f"it needs the image {task.image}"
+        for word, rest in task.steps:
+            if word not in (*_UNUSED, "FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG", "RUN"):
+                return f"its Dockerfile has {word}"
+            if word in ("COPY", "ADD") and ("://" in rest or "--from" in rest or "<<" in rest):
+                return f"its Dockerfile has {word} {rest:.60}"
+        if [word for word, _ in task.steps].count("FROM") > 1:
+            return "its Dockerfile has several stages"
+        for top in (*_tops(task), "logs", "tests"):
+            if Path("/", top).exists() or Path("/", top).is_symlink():
+                return f"its environment has /{top}, which this machine has too"
+        return None
+
+    def build(self, task: TaskFolder) -> str:
+        target = cache_folder() / task.digest
+        if not target.is_dir():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = _built(task)
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                for top in _tops(task):
+                    shutil.copytree(f"{work}/{top}", f"{folder}/new/{top}", symlinks=True)
+                variables = Path(work, "logs", "environment").read_bytes().split(b"\0")
+                pairs = dict(os.fsdecode(each).split("=", 1) for each in variables if b"=" in each)
+                names = {name for word, rest in task.steps if word in ("ENV", "ARG") for name in _names(rest)}
+                kept = {name: pairs[name] for name in names if name in pairs}
+                Path(folder, "new", "environment.json").write_text(json.dumps(kept))
+                remove_folder(str(Path(work).parent))
+                if not target.is_dir():
+                    Path(folder, "new").rename(target)
+        return str(target)
+
+    async def run(self, machine: Machine, request: Json) -> Json:
+        workdir, image = machine.task.workdir.strip("/"), Path(machine.image)
+        sources = {top: image / top for top in _tops(machine.task)}
+        if machine.left is not None:
+            await asyncio.to_thread(machine.clean, paths_in(image / workdir))
+            top = workdir.partition("/")[0]
+            sources[top] = Path(machine.left, top)
+        with tempfile.TemporaryDirectory() as empty:
+            Path(empty).chmod(0o755)
+            Path(empty, "logs", "verifier").mkdir(parents=True)
+            root = [(f"{empty}/logs", "logs"), *((source, path.strip("/")) for source, path in machine.copies)]
+            root += [(str(source), top) for top, source in sources.items()]
+            of_image = json.loads((image / "environment.json").read_text())
+            environment = {**request["environment"], **of_image, **variables_of(request)}
+            changes = {"root": root, "cwd": machine.task.workdir, "environment": environment}
+            return await run_under_guard({**request, **changes})
+
+
+def _tops(task: TaskFolder) -> list[str]:
+    """Returns the names below / of the environment's own folders."""
+    paths = [task.workdir]
+    at = "/"
+    for word, rest in task.steps:
+        if word == "WORKDIR":
+            at = os.path.join(at, rest.strip("\"'"))  # noqa: PTH118
+            paths.append(at)
+        elif word in ("COPY", "ADD"):
+            paths.append(os.path.normpath(os.path.join(at, _words(rest)[-1])))  # noqa: PTH118
+    tops = [path.strip("/").partition("/")[0] for path in paths]
+    return [top for top in dict.fromkeys(tops) if top and top not in _OF_BUILD]
+
+
+def _words(rest: str) -> list[str]:
+    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    return [word for word in words if not word.startswith("--")]
+
+
+def _names(rest: str) -> list[str]:
+    if "=" not in rest.split()[0]:
+        return [rest.split()[0]]
+    return [word.partition("=")[0] for word in shlex.split(rest)]
+
+
+def _script(task: TaskFolder) -> str:
+    """Returns the Dockerfile as a script for bash."""
+    lines = [_FUNCTIONS]
+    for word, rest in task.steps:
+        if word == "WORKDIR":
+            lines.append(f"mkdir -p {rest}; cd {rest}")
+        elif word in ("COPY", "ADD"):
+            *sources, target = _words(rest)
+            # Globs stay unquoted.
+            inside = " ".join(f"/{_CONTEXT}/{source.removeprefix('./').lstrip('/')}" for source in sources)
+            lines.append(f"copy {inside} {shlex.quote(target)}")
+            is_archive = word == "ADD" and any(".tar" in source or source.endswith(".tgz") for source in sources)
+            lines += [f"tar -xf {inside} -C {shlex.quote(target)}"] if is_archive else []
+        elif word == "ENV" or (word == "ARG" and "=" in rest):
+            name, _, value = rest.partition(" ")
+            lines.append(f"export {rest}" if "=" in name else f"export {name}={shlex.quote(value)}")
+        elif word == "RUN":
+            command = shlex.join(json.loads(rest)) if rest.startswith("[") else rest
+            lines.append(
+                f"bash -ec {shlex.quote(command)} || {{ echo {shlex.quote(f'RUN {command} failed')}; exit 1; }}"
+            )
+    return "\n".join([*lines, "cat /proc/self/environ >/logs/environment"])
+
+
+def _built(task: TaskFolder) -> str:
+    """Returns the folder `work` of a build; raises ValueError with the end of its output if it fails."""
+    try:
+        result = asyncio.run(_build(task))  # in a thread without an event loop
+    except RolloutError as error:
+        if isinstance(error, AgentFailed) and error.workspace is not None:
+            remove_folder(str(Path(error.workspace).parent))
+        raise ValueError(f"its environment could not be built: {error}") from error
+    assert result.workspace is not None
+    return result.workspace
+
+
+async def _build(task: TaskFolder) -> AgentResult:
+    with tempfile.TemporaryDirectory() as empty:
+        Path(empty).chmod(0o755)
+        Path(empty, "logs").mkdir()
+        tops = _tops(task)
+        for top in tops:
+            Path(empty, top).mkdir()
+        root = [(f"{empty}/{top}", top) for top in (*tops, "logs")]
+        root.append((str(task.folder.resolve() / "environment"), _CONTEXT))
+
+        async def start(request: Json, _: Prompt) -> Json:
+            return await run_under_guard({**request, "root": root, "cwd": "/"})
+
+        timeout_s = task.timeout_s("environment")
+        words = ["bash", "-c", _script(task)]
+        command = AgentCommand(words, None, {}, [_PACKAGES], "none", AgentLimits(), timeout_s, str, start=start)
+        return await command.run(Prompt("build", messages=[]), f"http://127.0.0.1:{NO_ENDPOINT}/v1", "")

@@ -1,0 +1,109 @@
+"""Runtime: where an agent and its tests run. One interface for this machine, containers, and others' sandboxes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrl.checks.user_code import function_of
+from lightrl.workflows.task_folders.folder import TaskFolder
+
+NAMES = {
+    "local": "lightrl.workflows.task_folders.local.LocalRuntime",
+    "docker": "lightrl.workflows.task_folders.containers.Docker",
+    "podman": "lightrl.workflows.task_folders.containers.Podman",
+}
+NO_ENDPOINT = 9  # the port of a program that calls no policy: nothing listens there
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a program finds: a task's environment, and folders copied into it.
+
+    For tests, `left` is the agent's work on this machine (its `work` folder), whose version of the working directory
+    replaces the environment's. First, the runtime must call `clean` with the paths that the environment has there.
+    """
+
+    task: TaskFolder
+    image: str  # what `build` returned
+    copies: Sequence[tuple[str, str]] = ()  # (folder on this machine, its path in the environment)
+    left: str | None = None
+    clean: Callable[[Collection[str]], None] = lambda _: None
+    returned: str = ""  # the path in the environment that the run must leave in `<folder>/work`
+
+
+class Runtime(ABC):
+    """Runs programs in tasks' environments; one object for each process, without arguments.
+
+    Each run starts from the unchanged environment, and leaves nothing of it: all processes of a program are killed when
+    it exits, at its deadline, on cancellation, and if this process is killed.
+    """
+
+    @abstractmethod
+    def missing(self) -> str | None:
+        """Returns why this runtime cannot be used here, with what to install, or None; called before a run starts."""
+
+    def problem(self, task: TaskFolder) -> str | None:
+        """Returns why this runtime cannot run a task, or None."""
+        return None
+
+    @abstractmethod
+    def build(self, task: TaskFolder) -> str:
+        """Builds or pulls a task's environment unless it exists; returns its name. Called from several threads.
+
+        Raises:
+            ValueError: if that fails; says why.
+        """
+
+    @abstractmethod
+    async def run(self, machine: Machine, request: Json) -> Json:
+        """Runs a program and waits until it ends; on cancellation, until it is killed.
+
+        Args:
+            machine: where it runs. What is below `machine.returned` must then be in `<folder>/work`, without links that
+                lead out of it.
+            request: `command` (program and arguments), `environment` (variables), `stdin` (text), `folder` (a new path
+                on this machine, which the program must also find, with `home`, `tmp` and `files`), `files` (name →
+                text), `readable` and `needed` (paths on this machine that it may read), `port` (of the policy's
+                endpoint on 127.0.0.1; NO_ENDPOINT for none), `network`, and `limits` (`wall_s`, `memory_mib`, ...).
+
+        Returns:
+            `exit_code` (None if a limit ended it), `stdout` (the end of its output), `stopped_by` (the limit, or None)
+            and `layers` (["container"] if the program cannot reach this machine).
+
+        Raises:
+            OSError: if it cannot be started.
+        """
+
+
+def paths_in(folder: Path) -> set[str]:
+    """Returns the paths of all files and folders below a trusted folder, relative to it."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def variables_of(request: Json) -> dict[str, str]:
+    """Returns a program's variables, without this machine's PATH, because an environment has its own."""
+    variables: dict[str, str] = request["environment"]
+    return {name: value for name, value in variables.items() if (name, value) != ("PATH", os.environ.get("PATH"))}
+
+
+def cache_folder() -> Path:
+    """Returns the folder of built environments, which outlive a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lightrl" / "environments"
+
+
+@functools.cache
+def runtime_of(name: str) -> Runtime:
+    """Returns the runtime of this name or dotted path; raises ValueError if there is none."""
+    if name not in NAMES and "." not in name:
+        raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
+    kind = function_of(NAMES.get(name, name), "runtime")
+    if not (isinstance(kind, type) and issubclass(kind, Runtime)):  # before it is called, because rows name it
+        raise ValueError(f"runtime={name!r} must be a subclass of lightrl.workflows.task_folders.Runtime.")
+    return kind()

@@ -1,0 +1,100 @@
+"""TaskWorkflow: an agent's program in a task's environment, whose tests give the reward."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrl.checks.bounds import check_effect, check_positive
+from lightrl.trajectory import Prompt, Trajectory
+from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow
+from lightrl.workflows.task_folders.runtime import Json
+from lightrl.workflows.task_folders.verifier import Verifier
+from lightrl.workflows.workflow import Generate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TaskWorkflow(AgentWorkflow):
+    """Runs a program as an agent in a task's environment, then the task's tests, which give the reward.
+
+    For rows of a task folder (`data.train: my-tasks`): the agent works in the environment, in the runtime that the
+    source of data names. After it has ended, its processes are killed, and tests/test.sh runs in a fresh copy of the
+    environment, with the agent's version of the working directory. The reward is what it writes to /logs/verifier: the
+    number in reward.txt; or in reward.json `reward`, or the mean of the numbers if there is none. Each number of
+    reward.json is a metric of the trajectory. Without a reward, the tests give 0, and the metric `tests_without_reward`
+    is 1.
+
+    For other rows, the agent works in a copy of `workspace_template`, and `verify` is the test: a copy of the agent's
+    folder gets the files of `hidden`, and the reward is 1 if the command exits with 0. If it is pytest, its report must
+    exist too, and the metric `tests_passed_fraction` is the fraction of tests that passed.
+
+    Use it with `reward: lightrl.rewards.environment_reward`. An agent that a limit ended gets `truncated_reward`; no
+    tests run.
+
+    Args:
+        tokenizer: the policy's tokenizer.
+        command: the agent's program and its arguments, as in AgentWorkflow; in a container, a program of /usr, /bin and
+            the like is the image's, and another is mounted there.
+        verify: a test command for rows without a task folder; `{name}` is a column.
+        hidden: with `verify`, a folder that is copied over the agent's when it has ended; `{name}` is a column.
+        verify_timeout_s: with `verify`, the deadline of the test; task folders have their own.
+        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the same limits and network as the agent.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        command: Sequence[str],
+        verify: Sequence[str] | None = None,
+        hidden: str | None = None,
+        verify_timeout_s: float = 600.0,
+        **kwargs: Any,
+    ) -> None:
+        self.check_settings(command=command, verify=verify, hidden=hidden, verify_timeout_s=verify_timeout_s, **kwargs)
+        super().__init__(tokenizer, None, command=command, **kwargs)
+        self.verifier = Verifier(
+            verify,
+            template=kwargs.get("workspace_template"),
+            hidden=hidden,
+            timeout_s=verify_timeout_s,
+            readable=kwargs.get("readable", ()),
+            network=kwargs.get("network", "none"),
+            limits=kwargs.get("limits") or AgentLimits(),
+        )
+
+    @classmethod
+    def check_settings(cls, **settings: Any) -> None:
+        verify, hidden = settings.pop("verify", None), settings.pop("hidden", None)
+        timeout_s = settings.pop("verify_timeout_s", 600.0)
+        super().check_settings(**settings)
+        check_positive(verify_timeout_s=timeout_s)
+        if verify is None:
+            check_effect("without verify", hidden=(hidden, None), verify_timeout_s=(timeout_s, 600.0))
+        elif isinstance(verify, str) or not verify or shutil.which(verify[0]) is None:
+            raise ValueError(
+                f"verify must be a list that starts with a program's path or name on PATH, got {verify!r}."
+            )
+        elif hidden is not None and "{" not in hidden and not Path(hidden).is_dir():
+            raise ValueError(f"hidden={hidden!r} must be a folder.")
+
+    async def start_program(self, request: Json, prompt: Prompt) -> Json:
+        """Starts the agent in its row's environment."""
+        return await self.verifier.start_agent(request, prompt)
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+        """Runs the agent, then the tests, unless a limit ended the agent."""
+        trajectory = await super().run(prompt, generate)
+        if trajectory.rewards is None and trajectory.workspace is not None:
+            try:
+                reward, metrics = await self.verifier.reward(prompt, trajectory.workspace)
+            except BaseException:  # cancellation too: nobody else knows the folder
+                self.clean_up(trajectory)
+                raise
+            trajectory.rewards = [0.0] * (len(trajectory.token_ids) - 1) + [reward]
+            trajectory.metrics = {**metrics, **trajectory.metrics}
+        return trajectory
