@@ -14,6 +14,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 import zlib
@@ -54,7 +55,10 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
             if kept_s and path.lstat().st_mtime > time.time() - kept_s:
                 continue
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+                with contextlib.suppress(RecursionError):  # a program may have nested folders very deeply
+                    shutil.rmtree(path, ignore_errors=True)
+                if path.exists():
+                    subprocess.run(["rm", "-rf", str(path)], check=False)
             else:
                 path.unlink()
 

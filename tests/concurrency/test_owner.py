@@ -46,6 +46,9 @@ def test_only_what_gone_processes_of_this_host_left_behind_is_removed(tmp_path: 
     for name in (left, mine, foreign, other):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
+    deep = "import os\nfor _ in range(1100):\n    os.mkdir('x' * 50)\n    os.chdir('x' * 50)"
+    subprocess.run([sys.executable, "-c", deep], cwd=tmp_path / left, check=True)
+    os.utime(tmp_path / left)
     (tmp_path / f"{left}.part").touch()
     remove_left_behind(tmp_path, "x-*", kept_s=3600)  # logs, to be read after a crash
     assert (tmp_path / left).exists()
