@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from rank_scripts import ROUNDING, finished, left_by, run, run_once
-from several_run import turns_result
-from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, make_trainer
+from several_run import muon_result, turns_result
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
 
 from lightrl import FSDP2Strategy
 
@@ -94,13 +94,18 @@ def test_turns_on_different_ranks_are_compared_as_in_one_process(several_ranks: 
             torch.testing.assert_close(rank["turns"]["weights"][name], value, rtol=0, atol=bound)
 
 
-def test_muon_resumes_from_a_folder_bit_for_bit(several_ranks: Any, tmp_path_factory: Any) -> None:
+def test_muon_resumes_from_a_folder_bit_for_bit_and_in_one_process(several_ranks, tmp_path, tmp_path_factory):
     whole = several_ranks[0]["muon"]["weights"]
     for rank in several_ranks:
         assert rank["muon resumed"]["num_trained"] == 2
         assert all(torch.equal(value, whole[name]) for name, value in rank["muon resumed"]["weights"].items())
     saved = run_once(Path(__file__).with_name("several_run.py"), tmp_path_factory) / "muon" / "step=2.ckpt"
     assert saved.is_dir()
+    # Muon iterates in bfloat16, which enlarges what sums in another order change: a few percent of the way at most.
+    start = POLICY.load_model().state_dict()
+    for found in (muon_result(tmp_path / "alone"), muon_result(tmp_path / "resumed", saved)):
+        for name, value in found["weights"].items():
+            assert (value - whole[name]).norm() < 0.05 * (value - start[name]).norm(), name
 
 
 def test_the_trajectory_log_has_the_trainers_logprobs_of_every_ranks_trajectories(two_ranks: Any) -> None:
