@@ -138,10 +138,12 @@ def test_an_archive_with_another_hash_is_refused(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.usefixtures("as_a_command")
 def test_no_attack_on_the_reward_for_reviews_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = make_folder(tmp_path)
     reviews.write_rows(RATINGS, tmp_path, num_held_out=8)
     capsys.readouterr()
     command = ["doctor", "reward", "--config", "examples/pretrained/reviews.yaml", "--completions", "attacks"]
-    assert main([*command, f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]) == 0
+    data = [f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]
+    assert main([*command, f"--model.policy={policy}", *data]) == 0
     table = capsys.readouterr().out
     assert "two answers with a hedge" in table
     assert "0 answers without a reward, 0 attacks with one" in table
