@@ -259,7 +259,7 @@ def is_table(name: str) -> bool:
 
 
 def is_index(name: str) -> bool:
-    """Whether the field lists each row's entries in a table, [B, I], padded with -1."""
+    """Whether the field holds each row's indices into a table, [B, I], padded with -1."""
     return name == "image_rows"
 
 

@@ -93,7 +93,7 @@ class TokenArray(Sequence[_Number]):
         return len(self._values) + len(self._ends)
 
     def runs(self) -> list[tuple[_Number, int]]:
-        """Returns the number and length of each run of equal numbers."""
+        """Returns the value and length of each run of equal numbers."""
         if not self._ends:
             return [(number, len(list(run))) for number, run in itertools.groupby(self)]
         ends = self._run_ends().tolist()

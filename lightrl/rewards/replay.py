@@ -26,7 +26,7 @@ from lightrl.trajectory import Trajectory, encode_json, read_records
 _logger = logging.getLogger(__name__)
 
 Decode = Callable[..., Any]
-_MAX_CHARS = 4000  # longest text of a line; the log of problems cuts messages there too
+_MAX_CHARS = 4000  # maximum characters of a text in a line; the problem log truncates messages to the same length
 
 
 class FailureLog:

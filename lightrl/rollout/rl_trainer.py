@@ -54,7 +54,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def iteration(self) -> int:
-        """The number, from 1, of the current iteration or, between iterations, of the last one; 0 before the first."""
+        """The current iteration, counted from 1; between iterations, the last one; 0 before the first."""
         return self.global_step + self.is_in_iteration
 
     @property

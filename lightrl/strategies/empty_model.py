@@ -1,7 +1,7 @@
 """Builds models on the meta device and loads their weights: each rank reads its shards, one tensor at a time.
 
-A model may therefore be larger than one rank's memory. Buffers get memory at once, because they are small, and because
-buffers that are not saved (rotary embeddings' angles) would be garbage if they were created on the meta device.
+A model may therefore be larger than one rank's memory. Buffers are allocated immediately: they are small, and those
+that are not saved (rotary embeddings' angles) would be garbage if they were created on the meta device.
 """
 
 from __future__ import annotations

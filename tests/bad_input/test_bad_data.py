@@ -81,7 +81,7 @@ SETTINGS = [
     row("a template that uses no column", {"prompt_template": "Solve it."}, "prompt_template", "all prompts would be the same"),
     row("a template with an unknown column", {"prompt_template": "{quest}"}, "prompt_template uses 'quest'", "Line 1 of 'a.jsonl'"),
     row("a template with a position", {"prompt_template": "{0}"}, "prompt_template='{0}'", "without a name"),
-    row("a template with a conversion", {"prompt_template": "{question!x}"}, "prompt_template", "no conversion 'x'"),
+    row("a template with a conversion", {"prompt_template": "{question!x}"}, "prompt_template", "unknown conversion 'x'"),
     row("a template with JSON", {"prompt_template": '{prompt} {"answer": 1}'}, "prompt_template", "Double any braces"),
     row("a template with a wrong format", {"prompt_template": "{question:d}"}, "prompt_template", "Line 1 of 'a.jsonl'", "'d'"),
     row("columns that are not there", {"file": DataSource("a.jsonl", columns={"question": "q"})}, "Line 1 of 'a.jsonl' has no column 'q'", "its columns: 'question', 'answer'"),
@@ -101,10 +101,10 @@ SETTINGS = [
 
 # Lines of recorded trajectories.
 RECORDED = [
-    row("recorded: not JSON", b"{", "Line 1 of 'a.jsonl' is not a trajectory"),
-    row("recorded: without fields", b"{}", "Line 1 of 'a.jsonl' is not a trajectory"),
-    row("recorded: latin-1", '{"é": 1}'.encode("latin-1"), "Line 1 of 'a.jsonl' is not a trajectory", "utf-8"),
-    row("recorded: 100,000 deep", b"[" * 100_000, "Line 1 of 'a.jsonl' is not a trajectory", "recursion"),
+    row("recorded: not JSON", b"{", "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory"),
+    row("recorded: without fields", b"{}", "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory"),
+    row("recorded: latin-1", '{"é": 1}'.encode("latin-1"), "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory", "utf-8"),
+    row("recorded: 100,000 deep", b"[" * 100_000, "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory", "recursion"),
     row("recorded: an empty file", b"", "a.jsonl", "batch_size"),
 ]
 

@@ -100,7 +100,9 @@ def test_settings_of_a_source_that_make_no_sense_are_refused(settings, message):
         DataSource("train.jsonl", **settings)
 
 
-@pytest.mark.parametrize("data", [[{"question": "1 + 1?"}], made_rows, {"question": ["1 + 1?"]}], ids=["rows", "a function", "columns"])
+@pytest.mark.parametrize(
+    "data", [[{"question": "1 + 1?"}], made_rows, {"question": ["1 + 1?"]}], ids=["rows", "a function", "columns"]
+)
 def test_an_object_that_is_no_source_is_named_with_what_to_do(data):
     named = "dict" if isinstance(data, list) else type(data).__name__
     with pytest.raises(TypeError, match=rf"Data must be a file, .* got a {named}\. Write other data to a \.jsonl file"):

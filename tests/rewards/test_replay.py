@@ -90,5 +90,5 @@ def test_replay_shows_what_special_tokens_the_completion_leaves_out(tmp_path):
 def test_a_line_without_a_trajectory_is_named(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match=r"Line 1 of '.*other\.jsonl' is not a trajectory"):
+    with pytest.raises(ValueError, match=r"Line 1 of '.*other\.jsonl' is neither a TrajectoryLog trajectory"):
         replay(path, "lightrl.rewards.math_answer")

@@ -88,7 +88,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     handlers, shown = [*logger.handlers], set[str]()
 
     def is_news(record: logging.LogRecord) -> bool:
-        """Filters repeats, since the trial reads data and models again, and what the check of the data prints."""
+        """Returns False for messages that were shown before, as the trial loads data and models again."""
         text = record.getMessage()
         is_new = text not in shown and "train prompts" not in text
         shown.add(text)

@@ -229,7 +229,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Announces weight updates, until `end_weight_update`; returns False if the server needs no announcement."""
+        """Tells the server that weight updates follow, until `end_weight_update`; returns False if it need not know."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...

@@ -391,8 +391,8 @@ class AgentSession:
         conversations = [row.conversation for row in rows] + [one.conversation for one in (*pending, encoded)]
         if num_then > 1 and any(map(_has_images, conversations)):
             raise RequestRefused(
-                "The trainer supports images only if all answers are in one row. Continue the conversation that has "
-                "the images, one request at a time and without n, or let untrained match the other requests.",
+                "The trainer supports images only if all answers are in one row. Send requests one at a time, without "
+                "`n`, in the conversation that has the images, or exclude others with the setting `untrained`.",
                 code="images_in_rows",
             )
         if num_then > num_rows:

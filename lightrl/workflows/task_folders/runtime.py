@@ -1,4 +1,4 @@
-"""Runtime: where an agent and its tests run. One interface for this machine, containers, and others' sandboxes."""
+"""Runtime: where an agent and its tests run. One interface to this machine, containers, and third-party sandboxes."""
 
 from __future__ import annotations
 

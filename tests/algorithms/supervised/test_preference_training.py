@@ -82,9 +82,9 @@ def test_a_policy_that_is_its_reference_has_margin_zero(tmp_path: Path, kind: ty
 
 
 def test_settings_of_an_rlmodules_roles_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"SFT's policy takes only model and lora of a Role, got Role.*lr=0\.1"):
+    with pytest.raises(ValueError, match=r"SFT's policy may set only model and lora of a Role, got Role.*lr=0\.1"):
         SFT(Role(tiny_spec(), lr=0.1, mesh=RoleMesh(0)))
-    with pytest.raises(ValueError, match=r"DPO's reference takes only model and lora of a Role, got .*offload=True"):
+    with pytest.raises(ValueError, match=r"DPO's reference may set only model and lora of a Role, got .*offload=True"):
         DPO(tiny_spec(), reference=Role(tiny_spec(), offload=True))
 
 
