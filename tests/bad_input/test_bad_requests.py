@@ -40,7 +40,7 @@ REQUESTS = [
     row("request: an unknown role", said({"role": "usr", "content": "hi"}), "The role of a message must be one of", "usr"),
     row("request: a role that is a list", said({"role": [], "content": "hi"}), "The role of a message must be one of"),
     row("request: a content that is a number", said({"role": "user", "content": 3}), "content of a message must be text or images, got 3"),
-    row("request: an image", said({"role": "user", "content": [{"type": "image_url"}]}), "An image must be in the request, in base64"),
+    row("request: an image", said({"role": "user", "content": [{"type": "image_url"}]}), "An image must be part of the request, in base64"),
     row("request: a call that is a text", said({"role": "assistant", "tool_calls": ["x"]}), "A tool call must have a function"),
     row("request: a call without name", said({"role": "assistant", "tool_calls": [{"function": {}}]}), "function with a name"),
     row("request: tools that are an object", body(tools={}), "tools must be a list of JSON schemas"),

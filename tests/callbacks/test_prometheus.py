@@ -69,7 +69,7 @@ def test_the_token_of_the_environment_is_required(monkeypatch):
 def test_an_address_that_others_reach_needs_a_token(monkeypatch):
     monkeypatch.delenv("LIGHTRL_METRICS_TOKEN", raising=False)
     for host in ("0.0.0.0", "10.1.2.3", "::", "trainer-0"):
-        with pytest.raises(ValueError, match="Set LIGHTRL_METRICS_TOKEN"):
+        with pytest.raises(ValueError, match="Set the variable LIGHTRL_METRICS_TOKEN"):
             PrometheusMetrics(host=host)
     assert PrometheusMetrics(host="localhost").host == "localhost"
     monkeypatch.setenv("LIGHTRL_METRICS_TOKEN", "of the test")
