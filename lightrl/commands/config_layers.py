@@ -345,6 +345,18 @@ def nested(path: str, value: object) -> JsonObject:
     return cast(JsonObject, value)
 
 
+def _with_last(items: list[Any], layer: JsonMapping) -> list[Any]:
+    """Returns the list with these settings in its last item or, if that is a class, in its `init_args`."""
+    *others, last = items or [{}]
+    last = copy.deepcopy(last) if isinstance(last, dict) else {"class_path": last}
+    target = last
+    if "class_path" in last:
+        target = last["init_args"] = last.get("init_args") or {}
+        layer = {**{key: value for key, value in layer.items() if key != "init_args"}, **layer.get("init_args", {})}
+    merge(target, layer)
+    return [*others, last]
+
+
 def merge(settings: JsonObject, layer: JsonMapping) -> None:
     """Updates the settings in place with a later layer, whose values win."""
     for key, value in layer.items():
@@ -352,12 +364,9 @@ def merge(settings: JsonObject, layer: JsonMapping) -> None:
         if isinstance(old, str) and isinstance(value, Mapping) and "class_path" not in value:
             old = settings[key] = {"class_path": ClassOrText(old)}  # --model GRPO --model.lr 1e-3
         if isinstance(value, Mapping):
-            if isinstance(old, list) and "class_path" not in value:  # like the parser, add it to the last item
-                name = f"{key}+" if f"{key}+" in settings else key
-                *items, last = settings[name] or [{}]
-                last = copy.deepcopy(last) if isinstance(last, dict) else {"class_path": last}
-                merge(last.setdefault("init_args", {}) if "class_path" in last else last, value)
-                settings[name] = [*items, last]
+            name = f"{key}+" if f"{key}+" in settings else key
+            if isinstance(settings.get(name), list) and "class_path" not in value:
+                settings[name] = _with_last(settings[name], value)
                 continue
             settings[key] = old if isinstance(old, dict) else {}
             merge(settings[key], value)

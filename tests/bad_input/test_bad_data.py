@@ -103,8 +103,18 @@ SETTINGS = [
 RECORDED = [
     row("recorded: not JSON", b"{", "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory"),
     row("recorded: without fields", b"{}", "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory"),
-    row("recorded: latin-1", '{"é": 1}'.encode("latin-1"), "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory", "utf-8"),
-    row("recorded: 100,000 deep", b"[" * 100_000, "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory", "recursion"),
+    row(
+        "recorded: latin-1",
+        '{"é": 1}'.encode("latin-1"),
+        "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory",
+        "utf-8",
+    ),
+    row(
+        "recorded: 100,000 deep",
+        b"[" * 100_000,
+        "Line 1 of 'a.jsonl' is neither a TrajectoryLog trajectory",
+        "recursion",
+    ),
     row("recorded: an empty file", b"", "a.jsonl", "batch_size"),
 ]
 

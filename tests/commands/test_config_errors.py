@@ -62,9 +62,10 @@ def test_a_wrong_flag_is_named_as_it_was_typed_and_not_looked_for_in_the_file(se
         (["+=Trace", "+={class_path: StalenessControl, init_args: {max_stale: 1}}"], r"\+\[1\]\..*\.max_stale is not"),
         (["={class_path: StalenessControl, max_staleness: 1}"], r"^trainer\.callbacks\.max_staleness must be in"),
         (["+=Trace", ".max_cots=1"], r"^trainer\.callbacks\+\[0\]\.init_args\.max_cots is not .* \S+max_cost\?"),
+        ([".init_args.max_stalenes=1"], r"^trainer\.callbacks\[0\]\.init_args\.max_stalenes is not .*max_staleness\?"),
         ([".max_stalenes=1"], r"^trainer\.callbacks\[0\]\.init_args\.max_stalenes is not .* \S+max_staleness\?"),
     ],
-    ids=["added", "list", "setting", "no init_args", "flag for the added", "flag for the last"],
+    ids=["added", "list", "setting", "no init_args", "flag for the added", "flag with init_args", "flag for the last"],
 )  # fmt: skip
 def test_a_wrong_callback_is_named_where_flags_add_to_the_list(flags, message, settings, config):
     words = [flag if flag.startswith("[") else f"--trainer.callbacks{flag}" for flag in flags]

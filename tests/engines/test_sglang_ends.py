@@ -90,7 +90,7 @@ def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, en
 
 def test_a_constrained_completion_longer_than_its_deadline_is_refused(start: Start, engine_on: EngineOn) -> None:
     engine = engine_on(start(seconds_per_token=1.0), timeouts=Deadlines(generate_s=2.0))
-    with pytest.raises(ValueError, match=r"took over 2 s \(generate_s\) and cannot be continued"):
+    with pytest.raises(ValueError, match=r"took over 2 s \(generate_s\)\. It cannot continue"):
         asyncio.run(engine.generate([1], Sampling(max_new_tokens=600, grammar="{}"), session="s"))
 
 

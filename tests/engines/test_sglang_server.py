@@ -555,7 +555,7 @@ def test_block_fp8_gets_kernels_that_take_new_weights(capability, given, tmp_pat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if given is None:
-        with pytest.raises(ValueError, match=r"compute capability 8\.9 or higher, .* this one has 8\.0\. Omit"):
+        with pytest.raises(ValueError, match=r"compute capability 8\.9 or higher, .* this GPU has 8\.0\. Omit"):
             SGLangProcess(folder, python=sys.executable)
         return
     args = SGLangProcess(folder, python=sys.executable).args

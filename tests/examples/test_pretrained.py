@@ -146,7 +146,7 @@ def test_no_attack_on_the_reward_for_reviews_succeeds(tmp_path: Path, capsys: py
     assert main([*command, f"--model.policy={policy}", *data]) == 0
     table = capsys.readouterr().out
     assert "two answers with a hedge" in table
-    assert "0 answers without a reward, 0 attacks with one" in table
+    assert "0 answers earned nothing, 0 attacks succeeded" in table
 
 
 @pytest.mark.usefixtures("as_a_command")

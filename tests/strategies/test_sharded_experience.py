@@ -40,7 +40,7 @@ def test_routes_are_padded_and_unknown_where_a_trajectory_has_none() -> None:
     assert "routes" not in sharded.rollout_part(is_sampler=False).names()
     assert sharded.blank_row(torch.device("cpu"))["routes"].unique().tolist() == [255]
     items[1].columns = as_columns({"routes": [1] * len(items[1].token_ids)})
-    with pytest.raises(ValueError, match=r"routes of \[1, 2\] values for each token"):
+    with pytest.raises(ValueError, match=r"numbers of routes per token, \[1, 2\]"):
         Experience.from_trajectories(items)
     items[1].columns = as_columns({"routes": [1] * (len(items[1].token_ids) + 1)})
     with pytest.raises(ValueError, match="each token needs the same number"):

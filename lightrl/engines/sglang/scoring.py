@@ -80,6 +80,16 @@ class ServedScores:
         if tree is not None:
             tensors = {name: tree.join(value) for name, value in tensors.items()}
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
+        values: dict[str, Any] = {name: value.numpy().ravel() for name, value in tensors.items()}
+        try:
+            for name, logprobs in values.items():
+                if name != "teacher_topk_ids":
+                    check_numbers(values.get("teacher_topk_ids", ()), logprobs, self.vocab_size)
+        except ValueError as error:
+            raise EngineError(
+                f"The server at {self.url} returned {error}, which no loss can use. Check that its model has the "
+                "policy's vocabulary, and its dtype: float16 overflows."
+            ) from error
         tensors = {name: value.to(experience.token_ids.device) for name, value in tensors.items()}
         return tensors if self.topk else tensors["teacher_logprobs"]
 
@@ -108,14 +118,6 @@ class ServedScores:
                     )
                 pairs = [[(float(entry[0]), int(entry[1])) for entry in entries] for entries in top]
                 logprobs = [0.0, *(float(entry[0]) for entry in scores[1:])]
-            likely = [pair for entries in pairs for pair in entries]
-            try:
-                check_numbers([token for _, token in likely], [*logprobs, *(one for one, _ in likely)], self.vocab_size)
-            except ValueError as error:
-                raise EngineError(
-                    f"The server at {self.url} returned {error}, which no loss can use. Check that its model has the "
-                    "policy's vocabulary, and its dtype: float16 overflows."
-                ) from error
             return logprobs, pairs
 
         return await _all_answers(self.url, ask, rows, MAX_CONCURRENT)

@@ -160,7 +160,7 @@ def forward_backward(
             return loss_fn(part, outputs)
         pairs = ((getattr(outputs, name), gradient) for name, gradient in gradients.items() if gradient is not None)
         products = [(value * gradient).sum() for value, gradient in pairs if value.requires_grad]
-        products = [*(products or [outputs.logprobs.sum()]), *own_losses]
+        products = [*(products or [0 * outputs.logprobs.sum()]), *own_losses]
         own_losses.clear()
         return torch.stack(products).sum()
 

@@ -274,7 +274,7 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
     settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=rf"does not support grammars.* ignore: .{name}. to let"):
+        with pytest.raises(openai.BadRequestError, match=rf"does not support grammars.* ignore: \[{name}\]"):
             await ask(client, [user("hi")], **settings)
         await ask(client, [user("hi")])
 
@@ -527,8 +527,8 @@ def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_
         url = {"url": "https://example.com/a.png"}
         for part, message in (
             ({"type": "file", "file": pdf}, "cannot read the file 'a.pdf' of type 'application/pdf'"),
-            ({"type": "image_url", "image_url": url}, "must be in the request, in base64"),
-            ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "must be in the request, in base64"),
+            ({"type": "image_url", "image_url": url}, "must be part of the request, in base64"),
+            ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "must be part of the request, in base64"),
             ({"type": "image_url", "image_url": {"url": data_url(RED)}}, "the policy accepts only token ids"),
         ):
             with pytest.raises(openai.BadRequestError, match=message):
