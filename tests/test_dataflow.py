@@ -66,8 +66,8 @@ def test_nothing_runs_before_rewards_that_another_call_waits_for(reader: ModelCa
         ),
         ([ModelCall("judge", outputs=("x",))], "'judge' needs a role from models\\(\\), or a function as run="),
         ([AFTER], "'after' needs 'reference_logprobs', which no call produces"),
-        ([own("a", after=("b",))], r"after of model call 'a' must name calls among \['a'\], got 'b'"),
-        ([own("a", "b"), own("b", "c"), own("c", "a")], "wait for each other: a -> c -> b -> a. Remove one"),
+        ([own("a", after=("b",))], r"`after` of model call 'a' must name calls among \['a'\], got 'b'"),
+        ([own("a", "b"), own("b", "c"), own("c", "a")], "wait for each other: a -> c -> b -> a. Remove a key"),
         (
             [REFERENCE, ModelCall("again", "policy", "infer", ("token_ids",), ("reference_logprobs",))],
             "'again' produces 'reference_logprobs', but 'reference' already does",

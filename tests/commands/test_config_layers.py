@@ -16,7 +16,7 @@ from parsed import parsed
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
-from lightrl.commands.config_layers import UsageError, UserSettings, yaml_of
+from lightrl.commands.config_layers import UsageError, UserSettings, merge, yaml_of
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
 
@@ -349,3 +349,18 @@ def test_a_flag_for_a_part_of_a_source_that_is_a_string_is_what_was_typed(text, 
 )
 def test_lists_and_mappings_of_texts_have_texts_alone(hint, typed, value):
     assert value_of_text(typed, hint, is_item=False) == value
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"callbacks+": ["TrajectoryLog"]}, {"every": 3}),
+        ({"callbacks": [{"class_path": "TrajectoryLog", "init_args": None}]}, {"every": 3}),
+        ({"callbacks": [{"class_path": "TrajectoryLog"}]}, {"init_args": {"every": 3}}),
+    ],
+    ids=["of an added item", "without arguments", "in init_args"],
+)
+def test_a_flag_for_a_setting_of_a_callback_goes_to_the_last_one(settings, flag):
+    (key,) = settings
+    merge(settings, {"callbacks": flag})
+    assert settings == {key: [{"class_path": "TrajectoryLog", "init_args": {"every": 3}}]}
