@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightrl.checks.bounds import check_adamw, check_bounds, check_choice, check_effect, check_positive
+from lightrl.checks.bounds import check_adamw, check_bounds, check_choice, check_effect, check_kind, check_positive
 from lightrl.checks.entry_points import entry_point
 from lightrl.dataflow import DataFlowGraph, ModelCall, iteration_graph
 from lightrl.errors import RewardError
@@ -233,6 +233,7 @@ class RLModule(TrainedModule):
         check_bounds(0, 1, max_failed_fraction=max_failed_fraction, min_lr_ratio=min_lr_ratio, eps=eps)
         check_adamw(lr=lr, weight_decay=weight_decay, betas=betas)
         check_positive(reward_timeout_s=reward_timeout_s)
+        check_kind(Sampling, sampling=sampling, validation_sampling=validation_sampling)
         check_choice(("constant", "linear", "cosine"), lr_decay=lr_decay)
         check_choice(("token", "sequence", "fixed"), loss_reduction=loss_reduction)
         check_choice(("adamw", "muon"), optimizer=optimizer)

@@ -43,6 +43,7 @@ from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint, keep_slashes_out
 from lightrl.callbacks.weight_sync import check_no_overlap
 from lightrl.checks.annotations import Unpack
+from lightrl.checks.bounds import check_kind
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import check_local, nearest_folder
 from lightrl.concurrency.owner import hold, let_go
@@ -204,6 +205,7 @@ class Trainer(RLTrainer):
             logger.setLevel(logger.level or logging.INFO)
             logger.propagate = False
         check_local(default_root_dir=kwargs.get("default_root_dir"))
+        check_kind(RolloutEngine, engine=engine)
         set_device_defaults(kwargs)
         user_callbacks = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks is not None else []
         with warnings.catch_warnings():

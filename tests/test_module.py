@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,9 @@ def module(**settings: Any) -> Reinforce:
         ({"microbatch_tokens": 0}, "microbatch_tokens must be >= 1, got 0"),
         ({"max_skipped_updates": 0}, "max_skipped_updates must be >= 1, got 0"),
         ({"lr": -1e-6}, "lr must be >= 0, got -1e-06"),
+        ({"lr": "1e-3"}, "lr must be >= 0, got '1e-3'"),
+        ({"group_size": "8"}, "group_size must be >= 1, got '8'"),
+        ({"reward_timeout_s": "9"}, "reward_timeout_s must be a finite number above 0, got '9'"),
         ({"weight_decay": -0.1}, "weight_decay must be >= 0, got -0.1"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers >= 0 and < 1"),
         ({"warmup_iterations": -1}, "warmup_iterations must be >= 0, got -1"),
@@ -79,6 +83,21 @@ def module(**settings: Any) -> Reinforce:
 def test_settings_out_of_range_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         module(**settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: module(sampling={}), "sampling must be of type Sampling, got {}"),
+        (lambda: module(validation_sampling={"top_p": 1}), "validation_sampling must be of type Sampling"),
+        (lambda: GRPO(tiny_spec(), reward=len, reference="x"), "reference must be of type ReferenceKL, got 'x'"),
+        (lambda: ModelSpec(torch.nn.Linear(1, 1)), "path must be of type str, got Linear"),
+        (lambda: Trainer(engine="SGLangEngine"), "engine must be of type RolloutEngine, got 'SGLangEngine'"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_groups_that_cannot_be_cut_into_pairs_are_refused() -> None:

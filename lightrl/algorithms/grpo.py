@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrl.algorithms.reference import ReferenceKL
 from lightrl.checks.annotations import Unpack
-from lightrl.checks.bounds import check_choice
+from lightrl.checks.bounds import check_choice, check_kind
 from lightrl.dataflow import ModelCall
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -141,6 +141,7 @@ class GRPO(RLModule):
                 "group_size must be at least 2 for group statistics, got 1. Increase it, or set advantage_mean and "
                 "advantage_std to batch or null."
             )
+        check_kind(ReferenceKL, reference=reference)
         if reference is not None:
             reference.check(self.policy_role, in_reward=self.kl_in_reward)
         if overlong_penalty is not None and self.workflow is not None:

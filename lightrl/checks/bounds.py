@@ -13,15 +13,18 @@ if TYPE_CHECKING:
 
 
 def check_bounds(low: float, high: float = math.inf, /, **settings: float | None) -> None:
-    """Accepts numbers from `low` to `high`, both included, and None.
-
-    Raises:
-        ValueError: names the first setting that is out of bounds or NaN.
-    """
+    """Raises a ValueError that names the first setting that is neither None nor a number from `low` to `high`."""
     for name, value in settings.items():
-        if value is not None and not low <= value <= high:
+        if value is not None and not (hasattr(type(value), "__float__") and low <= value <= high):
             bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
-            raise ValueError(f"{name} must be {bounds}, got {value}.")
+            raise ValueError(f"{name} must be {bounds}, got {value!r}.")
+
+
+def check_kind(kind: type, /, **settings: object) -> None:
+    """Raises a TypeError that names the first setting that is neither None nor a `kind`."""
+    for name, value in settings.items():
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}.")
 
 
 def finite_number(value: object, largest: float = 1e15) -> float | None:
@@ -44,8 +47,8 @@ def real_number(value: Any) -> float:
 def check_positive(**settings: float | None) -> None:
     """Accepts None and finite numbers above 0; raises a ValueError that names the first setting with another value."""
     for name, value in settings.items():
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a finite number above 0, got {value}.")
+        if value is not None and not (hasattr(type(value), "__float__") and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
 def check_choice(choices: Sequence[object], /, **settings: object) -> None:
@@ -57,23 +60,14 @@ def check_choice(choices: Sequence[object], /, **settings: object) -> None:
 
 
 def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
-    """Rejects settings that have no effect in this configuration.
-
-    Args:
-        reason: completes the sentence "… has no effect".
-        settings: name → (value, default); a value equal to its default is accepted.
-    """
+    """Raises ValueError for the first setting, as (value, default), that differs: it "has no effect {reason}"."""
     for name, (value, default) in settings.items():
         if value != default:
             raise ValueError(f"{name}={value!r} has no effect {reason}. Remove it.")
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Raises ValueError if a tensor's shape differs from the first one's, because torch might silently broadcast it.
-
-    Args:
-        tensors: each named like the caller's argument.
-    """
+    """Raises ValueError if a tensor's shape differs from the first one's, because torch might silently broadcast it."""
     (first, expected), *others = tensors.items()
     for name, tensor in others:
         if tensor.shape != expected.shape:
@@ -89,18 +83,14 @@ def check_adamw(
 ) -> None:
     """Raises ValueError if an AdamW setting is out of range."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be >= 0, got {value}.")
+        if value is not None and not (hasattr(type(value), "__float__") and 0 <= value < math.inf):
+            raise ValueError(f"{name} must be >= 0, got {value!r}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers >= 0 and < 1, such as (0.9, 0.95), got {betas}.")
 
 
 def names_of(template: str, setting: str) -> list[str]:
-    """Returns the names in a format string's braces.
-
-    Raises:
-        ValueError: if braces are unbalanced or contain something other than a name, as in JSON and LaTeX.
-    """
+    """Returns the names in a format string's braces; raises ValueError for unbalanced ones, as in JSON and LaTeX."""
     try:
         names = list(_names(template))
         bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)

@@ -23,6 +23,7 @@ from urllib.request import getproxies
 import torch
 
 from lightrl.checks.annotations import StrOrObject
+from lightrl.checks.bounds import check_kind
 from lightrl.checks.files import SUMS_FILE, check_sums, write_sums
 from lightrl.checks.user_code import user_code
 from lightrl.models.images import auto_model, finish_model, vision_kind
@@ -85,6 +86,9 @@ def check_given(values: Mapping[str, object], config: PretrainedConfig) -> None:
         size = values.get(name)
         if isinstance(size, int) and size < 1:
             raise ValueError(f"config must have {name} >= 1, got {size}.")
+    heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads={groups}, got {heads}.")
     if "vocab_size" in fields and "vocab_size" not in values:
         log.warning("config has no vocab_size: it is %s, the default of %s.", config.vocab_size, config.model_type)
 
@@ -181,6 +185,7 @@ class ModelSpec:
     head: Literal["vocabulary", "scalar"] = "vocabulary"
 
     def __post_init__(self) -> None:
+        check_kind(str, path=self.path, url=self.url, dtype=self.dtype)
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
             object.__setattr__(self, "tokenizer", _saved_tokenizer(self.tokenizer))
         if (self.path is None) + (self.config is None) + (self.url is None) != 2:

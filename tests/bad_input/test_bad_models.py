@@ -85,6 +85,7 @@ FOLDERS = [
 CONFIGS = [
     row("config: a size with a typing error", {"hiden_size": 64, "hidden_size": None}, "config has 'hiden_size'", "Did you mean hidden_size"),
     row("config: heads that do not divide", {"num_attention_heads": 3}, "(8) is not a multiple of the number of attention heads (3)"),
+    row("config: heads that do not share", {"num_attention_heads": 4, "num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads=3, got 4"),
     row("config: a word for a size", {"hidden_size": "x"}, "hidden_size", "expected int, got str"),
     row("config: no tokens", {"vocab_size": 0}, "vocab_size >= 1, got 0"),
     row("config: an unknown family", {"model_type": "lama"}, "Unrecognized model identifier: lama", "Fix the config"),

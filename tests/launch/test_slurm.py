@@ -33,6 +33,7 @@ PROGRAM = """#!{python}
 import json, os, signal, sys, time
 names = ["MASTER_ADDR", "MASTER_PORT", "LIGHTRL_SERVER_ADDRS", "LIGHTRL_SERVER_TOKEN", "CUDA_VISIBLE_DEVICES"]
 names += ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES", "SLURMD_NODENAME"]
+names += ["NCCL_SOCKET_IFNAME"]
 role = "servers" if "serve" in sys.argv else "trainer"
 def note(**fields):
     with open({notes!r}, "a") as file:
@@ -41,7 +42,7 @@ def end(*_):
     note(word="ended")
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
-note(word="started", words=sys.argv, **{{name: os.environ.get(name) for name in names}})
+note(word="started", cwd=os.getcwd(), words=sys.argv, **{{name: os.environ.get(name) for name in names}})
 print("iteration 1", flush=True)
 time.sleep(0 if "--ckpt_path" in sys.argv else 600)
 end()
@@ -141,12 +142,14 @@ class TestOnSlurm:
 
     @pytest.mark.extra
     def test_both_steps_run_at_once_and_the_warning_before_the_time_limit_saves_and_requeues(self, slurm, tmp_path):
-        plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40)
+        more = {"environment": {"NCCL_SOCKET_IFNAME": "ib0"}, "srun_options": {"chdir": "/usr/share"}}
+        plan = plan_in(tmp_path, recover=Recover(retries=1), time_limit="1", warning_s=40, **more)
         job = self.submitted(slurm, plan, tmp_path)
         first = {one["SLURMD_NODENAME"]: one for one in notes(tmp_path)}
         ranks = [first["node1"], first["node2"]]
         assert [one["SLURM_PROCID"] for one in ranks] == ["0", "1"]
         assert first["node3"]["role"] == "servers"
+        assert {(one["NCCL_SOCKET_IFNAME"], one["cwd"]) for one in first.values()} == {("ib0", "/usr/share")}
         for one in ranks:  # what Lightning checks against devices and num_nodes
             assert (one["SLURM_NTASKS"], one["SLURM_NTASKS_PER_NODE"], one["SLURM_NNODES"]) == ("2", "1", "2")
             assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("node1", "29500")
