@@ -253,7 +253,9 @@ def test_a_real_container_reaches_the_endpoint_alone_and_its_tests_count(busybox
     ],
 )
 def test_an_attack_in_a_real_container_earns_nothing(agent: str, busybox: dict[str, Any]) -> None:
-    assert play(busybox, agent, shell="sh")[0][0] == 0
+    (reward, _), output = play(busybox, f"{agent}\necho attacked $?", shell="sh")
+    assert output.endswith("attacked 0\n")
+    assert reward == 0
     assert not of_process(busybox, own_mark())
 
 
