@@ -55,6 +55,8 @@ class Docker(Runtime):
     def missing(self) -> str | None:
         if shutil.which(self.program) is None:
             return f"there is no program {self.program}. Install it, or choose another runtime."
+        if shutil.which("timeout") is None:
+            return "there is no program timeout. Install GNU coreutils."
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` fails: {_end_of(done.stderr)}. Start its service, or choose another runtime."
@@ -75,6 +77,8 @@ class Docker(Runtime):
     async def run(self, machine: Machine, request: Json) -> Json:
         if not isinstance(request["network"], str):
             raise OSError(f"network={request['network']} must be none or allow in a container")
+        if hidden := [path for path in _mounted(request) if f"{path}/".startswith(f"{machine.task.workdir}/")]:
+            raise OSError(f"{hidden[0]} of this machine would be mounted in the task's working directory. Move it")
         async with self._container(machine, request) as name:
             await self._copy_in(name, machine, request)
             async with self._relay(name, request):
@@ -176,6 +180,10 @@ class Docker(Runtime):
             assert process.stdout is not None
             try:
                 await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
+            except tarfile.ReadError as error:
+                if target.exists() and any(target.iterdir()):
+                    raise OSError(f"{path} cannot be copied: {error}") from error
+                # The agent removed it, which earns nothing.
             except (ValueError, tarfile.TarError) as error:
                 raise OSError(f"{path} cannot be copied: {error}") from error
             finally:
@@ -238,7 +246,8 @@ class Podman(Docker):
 
 def _mounted(request: Json) -> list[str]:
     """Returns the paths of this machine that the container shows read-only: the agent's program and `readable`."""
-    paths = {os.path.realpath(path) for path in request["needed"]} | set(request["needed"])
+    needed = request["own_readable"] if _is_of_image(request["command"][0]) else request["needed"]
+    paths = {os.path.realpath(path) for path in needed} | set(needed)
     return sorted(path for path in paths if not _is_of_image(path))
 
 
@@ -286,7 +295,10 @@ def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
 
     def extract(entry: tarfile.TarInfo) -> None:
         with contextlib.suppress(tarfile.FilterError, tarfile.StreamError, KeyError):
-            tar.extract(tarfile.data_filter(entry, str(target)), target)
+            entry = tarfile.data_filter(entry, str(target))
+            linked = target / entry.linkname
+            if not entry.islnk() or (linked.is_file() and not linked.is_symlink()):  # else tarfile extracts unfiltered
+                tar.extract(entry, target)
 
     with tarfile.open(fileobj=stream, mode="r|") as tar:
         for entry in tar:
