@@ -41,6 +41,7 @@ _MAX_COPIED_MIB = 1024  # of what an agent leaves, without limits.disk_mib
 # Starts and removes a container; without SIGPIPE, it goes on if the process that reads its output is dead.
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
+_IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
 _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
@@ -176,16 +177,21 @@ class Docker(Runtime):
     async def _copy_out(self, name: str, path: str, request: Json) -> None:
         target = Path(request["folder"], "work", *Path(path).parent.parts[1:])
         max_mib = request["limits"]["disk_mib"] or _MAX_COPIED_MIB
-        with subprocess.Popen([self.program, "cp", f"{name}:{path}", "-"], stdout=subprocess.PIPE) as process:
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen([self.program, "cp", f"{name}:{path}", "-"], stdout=PIPE, stderr=errors) as process,
+        ):
             assert process.stdout is not None
             try:
                 await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
-            except tarfile.ReadError as error:
-                if target.exists() and any(target.iterdir()):
-                    raise OSError(f"{path} cannot be copied: {error}") from error
-                # The agent removed it, which earns nothing.
             except (ValueError, tarfile.TarError) as error:
-                raise OSError(f"{path} cannot be copied: {error}") from error
+                text = str(error)
+                if text == "empty file":
+                    await _finished(process.wait, process.kill)
+                    errors.seek(0)
+                    text = _end_of(errors.read().decode(errors="replace"))
+                if not _IS_MISSING.search(text):  # the agent removed it, which earns nothing
+                    raise OSError(f"{path} cannot be copied: {text}") from error
             finally:
                 process.kill()
 

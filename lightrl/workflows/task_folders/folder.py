@@ -73,7 +73,8 @@ class TaskFolder:
     @functools.cached_property
     def workdir(self) -> str:
         """Where the agent and the tests start; what is below it is what the tests see of the agent's work."""
-        in_file, stage, by_stage = "/", "", {}
+        by_stage: dict[str, str] = {}
+        in_file, stage = "/", ""
         for word, rest in self.steps:
             if word == "FROM":
                 names = [name.lower() for name in rest.split() if not name.startswith("--")] or [""]

@@ -143,6 +143,7 @@ def _replace_below(target: Path, image: Path, left: Path, workdir: str) -> None:
     try:
         shutil.copytree(left / workdir, inside, symlinks=True)  # makes the parents too
     except RecursionError as error:
+        remove_folder(str(target))
         raise OSError(f"{workdir} is nested too deeply to be copied") from error
 
 
