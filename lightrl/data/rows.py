@@ -113,11 +113,11 @@ def read_rows(
 def check_source(source: DataSource) -> None:
     """Raises ValueError for a setting that has no effect on this kind of source."""
     path = Path(source.source).expanduser()
-    kind, allowed = "a hub dataset or a folder: only functions take arguments", ["name", "split"]
+    kind, allowed = "a hub dataset or a folder: only functions and task folders take arguments", ["name", "split"]
     if function_of_rows(source.source) is not None:
         kind, allowed = ("a task folder", ["arguments"]) if path.is_dir() else ("a function", ["split", "arguments"])
     elif file_suffix(path) in FILE_SUFFIXES:
-        kind, allowed = "a file: only functions take arguments, and only hub datasets have a name", []
+        kind, allowed = "a file: only functions and task folders take arguments, and only hub datasets have a name", []
     for name in ("name", "split", "arguments"):
         if name not in allowed and (value := getattr(source, name)):
             raise ValueError(f"{name}={value!r} of data {source.source!r} has no effect on {kind}. Remove it.")

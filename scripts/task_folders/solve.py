@@ -16,9 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentFailed
+from lightrl.workflows.agent_workflow import AgentResult
 from lightrl.workflows.task_folders import TaskFolder, Verifier, rows
 from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json
 from lightrl.workflows.task_folders.verifier import script
@@ -26,9 +27,9 @@ from lightrl.workflows.task_folders.verifier import script
 NUM_AT_ONCE = 2
 
 
-async def reward_of(task: TaskFolder, runtime: str, *, solved: bool) -> tuple[float, str]:
+async def reward_of(task: TaskFolder, runtime: str, network: str, *, solved: bool) -> tuple[float, str]:
     """Returns the reward of a task's solution or of an agent that does nothing, and how the solution failed or ''."""
-    verifier = Verifier()
+    verifier = Verifier(network=network)
     fields = {"task_folder": str(task.folder), "runtime": runtime, "agent_timeout_s": task.timeout_s("agent")}
     prompt = Prompt(task.folder.name, messages=[], fields=fields)
     copies = [(str(task.folder.resolve() / "solution"), "/solution")] if solved else []
@@ -40,11 +41,14 @@ async def reward_of(task: TaskFolder, runtime: str, *, solved: bool) -> tuple[fl
     problem = ""
     try:
         result = await command.run(prompt, f"http://127.0.0.1:{NO_ENDPOINT}/v1", "")
-    except AgentFailed as error:
-        result, problem = error.result, str(error)
-    assert result.workspace is not None
+    except RolloutError as error:
+        result, problem = getattr(error, "result", AgentResult()), str(error)
+    if result.workspace is None:
+        return 0.0, problem
     try:
         return (await verifier.reward(prompt, result.workspace))[0], problem
+    except RolloutError as error:
+        return 0.0, f"{problem} {error}".strip()
     finally:
         remove_folder(str(Path(result.workspace).parent))
 
@@ -53,6 +57,7 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--runtime", default="local")
+    parser.add_argument("--network", choices=("none", "allow"), default="none")
     parser.add_argument("--bad-tasks", choices=("error", "drop"), default="error")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -65,8 +70,8 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     async def check(folder: str) -> None:
         async with free:
             task = TaskFolder(Path(folder))
-            solved, problem = await reward_of(task, options.runtime, solved=True)
-            empty, _ = await reward_of(task, options.runtime, solved=False)
+            solved, problem = await reward_of(task, options.runtime, options.network, solved=True)
+            empty, _ = await reward_of(task, options.runtime, options.network, solved=False)
         counts[solved, empty] = counts.get((solved, empty), 0) + 1
         if (solved, empty) != (1.0, 0.0):
             print(f"{task.folder.name}: solution {solved:g}, no work {empty:g}. {problem}")

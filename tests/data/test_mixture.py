@@ -172,7 +172,7 @@ def test_settings_of_hub_datasets_are_refused_for_a_file(
 
 
 def test_arguments_without_a_function_are_refused(train_file: str, plain_tokenizer):
-    with pytest.raises(ValueError, match="only functions take arguments"):
+    with pytest.raises(ValueError, match="only functions and task folders take arguments"):
         make_data(plain_tokenizer, DataSource(train_file, arguments={"num": 3}))
 
 

@@ -253,7 +253,8 @@ class AgentCommand:
         request |= {"port": urlsplit(base_url).port, "layers": ["namespaces", "private_user", "landlock"]}
         request["layers"] += ["cgroup"] if self.limits.memory_mib else []
         request |= {"folder": folder, "readable": [*_READABLE, *of_path], "unprotected": True, "network": self.network}
-        request["needed"] = [program, *of_program, *filter(os.path.exists, map(os.path.expanduser, self.readable))]
+        request["own_readable"] = [*filter(os.path.exists, map(os.path.expanduser, self.readable))]
+        request["needed"] = [program, *of_program, *request["own_readable"]]
         timeout_s = timeout_of(prompt, self.timeout_s)
         return request | {"limits": self.limits.of_program(timeout_s + 10)}  # the caller's deadline expires first
 
@@ -270,7 +271,7 @@ def row_folder(setting: str, path: str | None, values: Mapping[str, object]) -> 
         raise NotADirectoryError(f"{expansion}, which is not a folder")
     fixed, brace, _ = (path or "").partition("{")  # `fixed`: the text before the first placeholder
     if brace and Path(f"{fixed}_").parent.resolve() not in Path(str(folder)).resolve().parents:
-        raise PermissionError(f"{expansion}, which is outside the template's folder")
+        raise PermissionError(f"{expansion}, which is outside {str(Path(f'{fixed}_').parent)!r}")
     return folder
 
 

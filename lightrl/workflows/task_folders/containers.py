@@ -41,6 +41,7 @@ _MAX_COPIED_MIB = 1024  # of what an agent leaves, without limits.disk_mib
 # Starts and removes a container; without SIGPIPE, it goes on if the process that reads its output is dead.
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
+_IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
 _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
@@ -55,6 +56,8 @@ class Docker(Runtime):
     def missing(self) -> str | None:
         if shutil.which(self.program) is None:
             return f"there is no program {self.program}. Install it, or choose another runtime."
+        if shutil.which("timeout") is None:
+            return "there is no program timeout. Install GNU coreutils."
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` fails: {_end_of(done.stderr)}. Start its service, or choose another runtime."
@@ -75,6 +78,8 @@ class Docker(Runtime):
     async def run(self, machine: Machine, request: Json) -> Json:
         if not isinstance(request["network"], str):
             raise OSError(f"network={request['network']} must be none or allow in a container")
+        if hidden := [path for path in _mounted(request) if f"{path}/".startswith(f"{machine.task.workdir}/")]:
+            raise OSError(f"{hidden[0]} of this machine would be mounted in the task's working directory. Move it")
         async with self._container(machine, request) as name:
             await self._copy_in(name, machine, request)
             async with self._relay(name, request):
@@ -172,12 +177,21 @@ class Docker(Runtime):
     async def _copy_out(self, name: str, path: str, request: Json) -> None:
         target = Path(request["folder"], "work", *Path(path).parent.parts[1:])
         max_mib = request["limits"]["disk_mib"] or _MAX_COPIED_MIB
-        with subprocess.Popen([self.program, "cp", f"{name}:{path}", "-"], stdout=subprocess.PIPE) as process:
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen([self.program, "cp", f"{name}:{path}", "-"], stdout=PIPE, stderr=errors) as process,
+        ):
             assert process.stdout is not None
             try:
                 await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
             except (ValueError, tarfile.TarError) as error:
-                raise OSError(f"{path} cannot be copied: {error}") from error
+                text = str(error)
+                if text == "empty file":
+                    await _finished(process.wait, process.kill)
+                    errors.seek(0)
+                    text = _end_of(errors.read().decode(errors="replace"))
+                if not _IS_MISSING.search(text):  # the agent removed it, which earns nothing
+                    raise OSError(f"{path} cannot be copied: {text}") from error
             finally:
                 process.kill()
 
@@ -238,7 +252,8 @@ class Podman(Docker):
 
 def _mounted(request: Json) -> list[str]:
     """Returns the paths of this machine that the container shows read-only: the agent's program and `readable`."""
-    paths = {os.path.realpath(path) for path in request["needed"]} | set(request["needed"])
+    needed = request["own_readable"] if _is_of_image(request["command"][0]) else request["needed"]
+    paths = {os.path.realpath(path) for path in needed} | set(needed)
     return sorted(path for path in paths if not _is_of_image(path))
 
 
@@ -286,7 +301,10 @@ def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
 
     def extract(entry: tarfile.TarInfo) -> None:
         with contextlib.suppress(tarfile.FilterError, tarfile.StreamError, KeyError):
-            tar.extract(tarfile.data_filter(entry, str(target)), target)
+            entry = tarfile.data_filter(entry, str(target))
+            linked = target / entry.linkname
+            if not entry.islnk() or (linked.is_file() and not linked.is_symlink()):  # else tarfile extracts unfiltered
+                tar.extract(entry, target)
 
     with tarfile.open(fileobj=stream, mode="r|") as tar:
         for entry in tar:

@@ -26,6 +26,7 @@ from lightrl.checks.bounds import finite_number
 from lightrl.trajectory import JsonObject
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+HEREDOC = re.compile(r"(?:^|\s)\d*<<-?([\"']?)(\w+)\1(?=\s|$)")
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,27 @@ class TaskFolder:
         if not file.is_file():
             return []
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if not line.lstrip().startswith("#")]
-        joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines()
-        words = [line.strip().partition(" ") for line in joined if line.strip()]
-        if bare := [word for word, _, rest in words if not rest.strip()]:
-            raise ValueError(f"{file}: {bare[0]} has no arguments")
-        return [(word.upper(), rest.strip()) for word, _, rest in words]
+        joined = iter(re.sub(r"\\[ \t]*\n", " ", "\n".join(lines)).splitlines())
+        steps = []
+        for line in filter(str.strip, joined):
+            word, rest = (*line.split(None, 1), "")[:2]
+            steps.append((word.upper(), rest.strip()))
+            for _, end in HEREDOC.findall(rest) if word.upper() in ("RUN", "COPY", "ADD") else ():
+                any(text.strip() == end for text in joined)  # skips the lines of the heredoc
+        return steps
 
     @functools.cached_property
     def workdir(self) -> str:
         """Where the agent and the tests start; what is below it is what the tests see of the agent's work."""
-        in_file = "/"
+        by_stage: dict[str, str] = {}
+        in_file, stage = "/", ""
         for word, rest in self.steps:
-            in_file = os.path.join(in_file, rest.strip("\"'")) if word == "WORKDIR" else in_file  # noqa: PTH118
+            if word == "FROM":
+                names = [name.lower() for name in rest.split() if not name.startswith("--")] or [""]
+                in_file, stage = by_stage.get(names[0], "/"), names[-1]
+            elif word == "WORKDIR":
+                in_file = os.path.join(in_file, rest.strip("\"'"))  # noqa: PTH118
+            by_stage[stage] = in_file
         return os.path.normpath(os.path.join("/", self._value("environment", "workdir", str) or in_file))  # noqa: PTH118
 
     @property
@@ -106,6 +116,7 @@ class TaskFolder:
             "it needs GPUs": environment.get("gpus"),
             "it needs MCP servers": environment.get("mcp_servers"),
             "its working directory is /": self.workdir == "/",
+            f"its working directory is {self.workdir}. Set environment.workdir in task.toml": "$" in self.workdir,
             f"docker_image={self.image!r} is an option": (self.image or "").startswith("-"),
         }
         return next((text for text, value in has.items() if value), None)

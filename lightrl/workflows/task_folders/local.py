@@ -20,7 +20,7 @@ from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
 from lightrl.workflows.agent_workflow import AgentCommand, AgentFailed, AgentLimits, AgentResult, run_under_guard
-from lightrl.workflows.task_folders.folder import TaskFolder
+from lightrl.workflows.task_folders.folder import HEREDOC, TaskFolder
 from lightrl.workflows.task_folders.runtime import (
     NO_ENDPOINT,
     Json,
@@ -76,13 +76,22 @@ class LocalRuntime(Runtime):
         if not task.steps:
             return f"it needs the image {task.image}"
         for word, rest in task.steps:
+            if not rest:
+                return f"its Dockerfile's {word} has no arguments"
             if word not in (*_UNUSED, "FROM", "WORKDIR", "COPY", "ADD", "ENV", "ARG", "RUN"):
                 return f"its Dockerfile has {word}"
-            if word in ("COPY", "ADD") and ("://" in rest or "--from" in rest or "<<" in rest):
+            is_copy = word in ("COPY", "ADD")
+            if (is_copy and ("://" in rest or "--from" in rest)) or ((is_copy or word == "WORKDIR") and "$" in rest):
                 return f"its Dockerfile has {word} {rest:.60}"
+            if (is_copy or word == "RUN") and HEREDOC.search(rest):
+                return f"its Dockerfile has a heredoc, {word} {rest:.60}"
+            if is_copy and len(_words(rest)) < 2:
+                return f"its Dockerfile has {word} {rest:.60}, which has no target"
         if [word for word, _ in task.steps].count("FROM") > 1:
             return "its Dockerfile has several stages"
-        for top in (*_tops(task), "logs", "tests"):
+        if task.workdir.split("/")[1] in _OF_BUILD:
+            return "its working directory is below /tmp or /var"
+        for top in (*_tops(task), "logs", "tests", "solution"):
             if Path("/", top).exists() or Path("/", top).is_symlink():
                 return f"its environment has /{top}, which this machine has too"
         return None
@@ -97,7 +106,7 @@ class LocalRuntime(Runtime):
                     shutil.copytree(f"{work}/{top}", f"{folder}/new/{top}", symlinks=True)
                 variables = Path(work, "logs", "environment").read_bytes().split(b"\0")
                 pairs = dict(os.fsdecode(each).split("=", 1) for each in variables if b"=" in each)
-                names = {name for word, rest in task.steps if word in ("ENV", "ARG") for name in _names(rest)}
+                names = {name for word, rest in task.steps if word == "ENV" for name in _names(rest)}
                 kept = {name: pairs[name] for name in names if name in pairs}
                 Path(folder, "new", "environment.json").write_text(json.dumps(kept))
                 remove_folder(str(Path(work).parent))
@@ -108,11 +117,14 @@ class LocalRuntime(Runtime):
     async def run(self, machine: Machine, request: Json) -> Json:
         workdir, image = machine.task.workdir.strip("/"), Path(machine.image)
         sources = {top: image / top for top in _tops(machine.task)}
-        if machine.left is not None:
-            await asyncio.to_thread(machine.clean, paths_in(image / workdir))
-            top = workdir.partition("/")[0]
-            sources[top] = Path(machine.left, top)
         with tempfile.TemporaryDirectory() as empty:
+            if machine.left is not None:
+                await asyncio.to_thread(machine.clean, paths_in(image / workdir))
+                top = workdir.partition("/")[0]
+                sources[top] = Path(machine.left, top)
+                if top != workdir:  # what the agent left above its working directory is not its work
+                    sources[top] = Path(empty, "fresh", top)
+                    await asyncio.to_thread(_replace_below, sources[top], image, Path(machine.left), workdir)
             Path(empty).chmod(0o755)
             Path(empty, "logs", "verifier").mkdir(parents=True)
             root = [(f"{empty}/logs", "logs"), *((source, path.strip("/")) for source, path in machine.copies)]
@@ -121,6 +133,18 @@ class LocalRuntime(Runtime):
             environment = {**request["environment"], **of_image, **variables_of(request)}
             changes = {"root": root, "cwd": machine.task.workdir, "environment": environment}
             return await run_under_guard({**request, **changes})
+
+
+def _replace_below(target: Path, image: Path, left: Path, workdir: str) -> None:
+    """Copies an environment's folder, but with the agent's version of the working directory below it."""
+    shutil.copytree(image / target.name, target, symlinks=True)
+    inside = target.parent / workdir
+    remove_folder(str(inside))
+    try:
+        shutil.copytree(left / workdir, inside, symlinks=True)  # makes the parents too
+    except RecursionError as error:
+        remove_folder(str(target))
+        raise OSError(f"{workdir} is nested too deeply to be copied") from error
 
 
 def _tops(task: TaskFolder) -> list[str]:
@@ -138,7 +162,7 @@ def _tops(task: TaskFolder) -> list[str]:
 
 
 def _words(rest: str) -> list[str]:
-    words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
+    words = [*map(str, json.loads(rest))] if rest.startswith("[") else shlex.split(rest)
     return [word for word in words if not word.startswith("--")]
 
 
@@ -169,6 +193,7 @@ def _script(task: TaskFolder) -> str:
             lines.append(
                 f"bash -ec {shlex.quote(command)} || {{ echo {shlex.quote(f'RUN {command} failed')}; exit 1; }}"
             )
+    lines.append(f"mkdir -p {shlex.quote(task.workdir)}")  # task.toml may name another than the Dockerfile
     return "\n".join([*lines, "cat /proc/self/environ >/logs/environment"])
 
 

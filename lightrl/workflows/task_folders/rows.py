@@ -30,7 +30,7 @@ def rows(
 ) -> Iterator[JsonObject]:
     """Yields a row for each task in a folder, after building or pulling what its runtime needs.
 
-    A row has `question` (the instruction), `task_folder`, `runtime` and `agent_timeout_s`.
+    A row has `question` (the instruction), `task_folder`, `runtime` and, if the task sets it, `agent_timeout_s`.
 
     Args:
         split: has no effect, because a folder is one split.
@@ -57,15 +57,16 @@ def rows(
     for task in tasks:
         if task not in problems:
             values = {"question": task.instruction, "task_folder": str(task.folder), "runtime": runtime}
-            yield {**values, "agent_timeout_s": task.timeout_s("agent")}
+            has_timeout = "timeout_sec" in task.config.get("agent", {})  # otherwise the workflow's applies
+            yield values | ({"agent_timeout_s": task.timeout_s("agent")} if has_timeout else {})
 
 
 def _problem(task: TaskFolder, machines: Runtime) -> str | None:
     try:
         _ = task.instruction, task.limits_mib(), [task.timeout_s(name) for name in ("agent", "verifier", "environment")]
-        _ = task.environment("environment"), task.environment("verifier")
+        _ = task.environment("environment"), task.environment("verifier"), task.digest
         return task.problem or machines.problem(task)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         return str(error).rstrip(".")
 
 
@@ -79,7 +80,7 @@ def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[
     def built(task: TaskFolder) -> str | None:
         try:
             build(task)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return str(error)
         return None
 

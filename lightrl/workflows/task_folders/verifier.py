@@ -62,6 +62,7 @@ class Verifier:
         hidden: files to copy over the agent's.
         timeout_s: deadline of `verify`.
         readable, network, limits: of the tests, as of the agent.
+        max_tests: how many agents' tests may run at once; the others wait before their deadline starts.
     """
 
     verify: Sequence[str] | None = None
@@ -72,8 +73,10 @@ class Verifier:
     readable: Sequence[str] = ()
     network: str | Sequence[str] = "none"
     limits: AgentLimits = field(default_factory=AgentLimits)
+    max_tests: int = 64
 
     def __post_init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tests = self.command(script("/tests/test.sh"), self._start_tests)
         self._verify = self.command(self.verify or ["true"], self._start_verify)
 
@@ -102,9 +105,12 @@ class Verifier:
         """
         if Path(workspace).is_symlink() or not Path(workspace).is_dir():
             raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder by a link or a file.")
-        if "task_folder" in prompt.fields:
-            return await self._reward_of_tests(prompt, workspace)
-        return await self._reward_of_verify(prompt, workspace)
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._slots = asyncio.get_running_loop(), asyncio.Semaphore(self.max_tests)
+        async with self._slots:
+            if "task_folder" in prompt.fields:
+                return await self._reward_of_tests(prompt, workspace)
+            return await self._reward_of_verify(prompt, workspace)
 
     async def _machine(self, prompt: Prompt, **settings: Any) -> Machine:
         task = task_of(prompt.fields["task_folder"])
@@ -204,7 +210,7 @@ def _within_timeout(request: Json, prompt: Prompt) -> Json:
 
 def _within_limits(reply: Json) -> Json:
     """Returns a reply; raises AgentFailed if a limit ended the tests, which then give no reward."""
-    if reply["exit_code"] is None and reply["stopped_by"] is not None:
+    if reply["stopped_by"] is not None:
         raise AgentFailed(f"The tests were stopped by their limit of {reply['stopped_by']}.")
     return reply
 

@@ -42,7 +42,8 @@ class TaskWorkflow(AgentWorkflow):
         verify: a test command for rows without a task folder; `{name}` is a column.
         hidden: with `verify`, a folder that is copied over the agent's when it has ended; `{name}` is a column.
         verify_timeout_s: with `verify`, the deadline of the test; task folders have their own.
-        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the same limits and network as the agent.
+        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the same limits and network as the agent, and as
+            many run at once as `max_agents`, beside the agents.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class TaskWorkflow(AgentWorkflow):
             readable=kwargs.get("readable", ()),
             network=kwargs.get("network", "none"),
             limits=kwargs.get("limits") or AgentLimits(),
+            max_tests=kwargs.get("max_agents", 64),
         )
 
     @classmethod

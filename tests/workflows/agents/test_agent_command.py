@@ -375,7 +375,7 @@ def test_a_template_stays_below_the_fixed_part_of_its_path(folder: str, template
     setting = "{folder}" if folder == "{absolute}" else str(template / "{folder}")
     workflow = workflow_of("ask('a')", workspace_template=setting)
     prompt = replace(TASK, fields={"folder": folder.format(absolute=secret)})
-    with pytest.raises(RolloutError, match=r"expands to .*, which is outside the template's folder"):
+    with pytest.raises(RolloutError, match=r"expands to .*, which is outside '"):
         play(workflow, prompt=prompt)
 
 

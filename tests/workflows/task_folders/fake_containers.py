@@ -63,6 +63,11 @@ def main(words: list[str]) -> int:
             tar.extractall(f"{STATE}/containers/{name}/root{path}", filter="fully_trusted")
     elif words[0] == "cp":
         name, _, path = words[1].partition(":")
+        if (
+            made := Path(f"{STATE}/containers/{name}/root{path}/archive.tar")
+        ).exists():  # as a broken program may write
+            sys.stdout.buffer.write(made.read_bytes())
+            return 0
         with tarfile.open(fileobj=sys.stdout.buffer, mode="w|") as tar:
             tar.add(f"{STATE}/containers/{name}/root{path}", Path(path).name)
     elif words[0] in ("kill", "rm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +74,7 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     assert list((state / "containers").iterdir()) == []
     (start, *_) = calls(state, "run")
     assert "--memory 256" in start
+    assert "--volume" not in start  # the image has the program, and its own Python
     assert "COLORS=3" not in (state / "calls").read_text()  # all users can read arguments
 
 
@@ -86,12 +89,36 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
 def test_what_cannot_be_copied_earns_nothing(agent: str, state: Path) -> None:
     task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
     (row,) = rows(folder=str(state / "tasks"), runtime="docker")
-    if "rm -r app" in agent:
-        with pytest.raises(RolloutError, match="cannot be copied"):
-            play(row, agent, Verifier(network="allow"))
-    else:
-        assert play(row, agent, Verifier(network="allow"))[0][0] == 0
+    assert play(row, agent, Verifier(network="allow"))[0][0] == 0
     assert list((state / "containers").iterdir()) == []
+
+
+def test_a_hard_link_to_a_link_is_not_copied(state: Path) -> None:
+    task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
+    (row,) = rows(folder=str(state / "tasks"), runtime="docker")
+    with tarfile.open(state / "a.tar", "w") as tar:
+        kinds = {"app": tarfile.DIRTYPE, "app/link": tarfile.SYMTYPE, "app/old": tarfile.LNKTYPE}
+        for name, kind in {**kinds, "app/answer": tarfile.REGTYPE, "app/own": tarfile.LNKTYPE}.items():
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = kind, 0o755
+            entry.linkname = {"app/link": "/etc/passwd", "app/old": "app/link", "app/own": "app/answer"}.get(name, "")
+            data = b"42" if kind == tarfile.REGTYPE else b""
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    task_in(state / "tasks" / "a", {"tests/test.sh": TEST.replace("-L own", "own -ef answer")}, TOML)
+    assert play(row, f"cp {state}/a.tar archive.tar", Verifier(network="allow"))[0][0] == 1
+
+
+def test_only_readable_paths_are_mounted_and_none_in_the_working_directory(state: Path) -> None:
+    task_in(state / "tasks" / "a", {}, TOML.replace("memory_mb = 256", f'workdir = "{state}"'))
+    (row,) = rows(folder=str(state / "tasks"), runtime="docker")
+    with pytest.raises(RolloutError, match="would be mounted in the task's working directory"):
+        play(row, "true", Verifier(network="allow", readable=[str(state / "tasks")]))
+    task_in(state / "tasks" / "b", {}, TOML)
+    (_, row) = rows(folder=str(state / "tasks"), runtime="docker")
+    play(row, "true", Verifier(network="allow", readable=[str(state / "tasks")]))
+    (start, _) = calls(state, "run")
+    assert re.findall("--volume [^ ]+", start) == [f"--volume {state}/tasks:{state}/tasks:ro"]
 
 
 def test_what_an_agent_prints_and_leaves_is_bounded(state: Path) -> None:

@@ -17,7 +17,7 @@ from lightrl.data.rows import check_source, read_rows
 from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentFailed
+from lightrl.workflows.agent_workflow import AgentFailed, AgentLimits
 from lightrl.workflows.task_folders import TaskFolder, TaskWorkflow, Verifier, rows
 from lightrl.workflows.task_folders.runtime import Json, Machine, Runtime, runtime_of
 from lightrl.workflows.task_folders.verifier import remove_misleading, reward_in
@@ -85,7 +85,8 @@ def test_a_folder_of_tasks_is_a_source_of_prompts(tmp_path: Path) -> None:
     source = DataSource(str(tmp_path / "tasks"), arguments={"runtime": "local"})
     check_source(source)
     made = list(read_rows(source.source, arguments=source.arguments))
-    assert [(row["question"], row["agent_timeout_s"]) for row in made] == [("Write 42 to answer.", 600), ("Do b.", 5)]
+    timeouts = [(row["question"], row.get("agent_timeout_s")) for row in made]
+    assert timeouts == [("Write 42 to answer.", None), ("Do b.", 5)]  # None: the workflow's
     assert [Path(row["task_folder"]).name for row in made] == ["a", "b"]
 
 
@@ -95,6 +96,7 @@ FROM debian:12 AS base
 ENV COLOR=red SHADE="dark red"
 ENV OLD style
 ENV PATH=/app/bin:$PATH
+ARG OF_BUILD=1
 WORKDIR /data/in
 COPY one two* ./
 COPY --chmod=644 folder /app/folder/
@@ -108,7 +110,9 @@ USER nobody
     task = task_in(
         tmp_path / "task", {**files, "environment/Dockerfile": dockerfile}, '[environment.env]\nMORE = "1"\n'
     )
-    agent = "pwd; cat three folder/inner; ls /data/in; cat /data/in/made; echo $SHADE,$OLD,$MORE; echo ${PATH%%:*}"
+    agent = (
+        "pwd; cat three folder/inner; ls /data/in; cat /data/in/made; echo $SHADE,$OLD,$MORE$OF_BUILD; echo ${PATH%%:*}"
+    )
     agent += "; ls /tests; echo 42 >answer"
     (reward, metrics), output = play_task(task, agent)
     assert output.split("\n")[:5] == ["/app", "onefolder/innermade", "one", "two-a", "two-b"]
@@ -206,6 +210,18 @@ def test_an_agent_that_attacks_the_tests_earns_nothing(agent: str, hostile_task:
     assert all(file.exists() for file in of_user)
 
 
+def test_only_the_working_directory_of_an_agent_is_its_work(tmp_path: Path) -> None:
+    dockerfile = "FROM python:3.12\nWORKDIR /app/src\nCOPY program.py .\nCOPY program.py ../original.py\n"
+    files = {"environment/program.py": "print(41)\n", "environment/Dockerfile": dockerfile}
+    files |= {"tests/test_answer.py": TEST_ANSWER.replace("/app/", "/app/src/")}
+    task = task_in(tmp_path / "task", {**files, "tests/test.sh": PYTEST.format(python=sys.executable)})
+    attack = "cd ..; printf '[pytest]\\naddopts = --co\\n' >pytest.ini; echo 'import os; os._exit(0)' >conftest.py"
+    assert play_task(task, attack)[0][0] == 0
+    test = "#!/bin/sh\n[ -e ../original.py ] && [ -L link ] && [ ! -e ../new ] && [ ! -e old ] && echo 1"
+    task_in(tmp_path / "task", {**files, "tests/test.sh": f"{test} >/logs/verifier/reward.txt"})
+    assert play_task(task, "rm ../original.py program.py; ln -s a link; touch ../new")[0][0] == 1
+
+
 def test_the_work_of_an_honest_agent_earns_the_reward(hostile_task: TaskFolder) -> None:
     (reward, _), output = play_task(hostile_task, "sed -i s/41/42/ program.py; ln -s /app/program.py link")
     assert reward == 1, output
@@ -287,6 +303,16 @@ def test_tests_that_never_end_earn_nothing(tmp_path: Path) -> None:
     assert play({}, "true", Verifier(["sleep", "1000"], timeout_s=1))[0] == (0, {})
 
 
+def test_tests_that_a_limit_ends_earn_nothing_and_long_output_is_no_limit(tmp_path: Path) -> None:
+    reward = "echo 1 >/logs/verifier/reward.txt"
+    fill = "for each in 1 2 3; do head -c 900000 /dev/zero >$each; done; sleep 1000"
+    verifier = Verifier(limits=AgentLimits(disk_mib=1))
+    task = task_in(tmp_path / "task", {"tests/test.sh": f"{reward}; {fill}"})
+    assert play_task(task, "true", verifier=verifier)[0] == (0, {"tests_without_reward": 1})
+    task_in(tmp_path / "task", {"tests/test.sh": f"{reward}; yes | head -c 900000; yes | head -c 900000 >&2"})
+    assert play_task(task, "true", verifier=verifier)[0] == (1, {"tests_without_reward": 0})
+
+
 def test_a_row_without_a_task_or_a_folder_drops_its_trajectory(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="no column `task_folder`"):
         play({}, "true")
@@ -323,7 +349,61 @@ def test_a_class_by_its_path_is_a_runtime(tmp_path: Path) -> None:
     assert [Path(command[0]).name for command in Elsewhere.ran] == ["bash", "sh"]
 
 
+class Counting(Elsewhere):
+    """Counts the tests that run at once."""
+
+    running = most = 0
+
+    async def run(self, machine: Machine, request: Json) -> Json:
+        Counting.running += machine.left is not None
+        Counting.most = max(Counting.most, Counting.running)
+        try:
+            return await super().run(machine, request)
+        finally:
+            Counting.running -= machine.left is not None
+
+
+def test_a_limited_number_of_tests_run_at_once(tmp_path: Path) -> None:
+    task_in(tmp_path / "tasks" / "a", {"tests/test.sh": "sleep 0.3; echo 1 >/logs/verifier/reward.txt"})
+    (row,) = rows(folder=str(tmp_path / "tasks"), runtime=f"{__name__}.Counting")
+    (tmp_path / "work" / "app").mkdir(parents=True)
+    prompt = Prompt("a", messages=[], fields=row)
+    verifier = Verifier(max_tests=1)
+
+    async def scenario() -> list[Any]:
+        return await asyncio.gather(*(verifier.reward(prompt, str(tmp_path / "work")) for _ in range(2)))
+
+    for _ in range(2):  # each in an event loop of its own
+        assert [reward for reward, _ in asyncio.run(scenario())] == [1, 1]
+        assert Counting.most == 1
+
+
+class Broken(Elsewhere):
+    def build(self, task: TaskFolder) -> str:
+        raise OSError("the disk is full")
+
+
 WITHOUT = "FROM a\nWORKDIR /app\n"
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "workdir"),
+    [
+        pytest.param("FROM a\nWORKDIR /x\nFROM b\nWORKDIR y", "/y", id="another stage"),
+        pytest.param("FROM a AS Base\nWORKDIR /x\nFROM --platform=c base AS d\nWORKDIR y", "/x/y", id="from a stage"),
+        pytest.param("FROM a\nWORKDIR\t/x\nRUN <<EOF\nfrom os import *\nWORKDIR /y\nEOF", "/x", id="a heredoc"),
+        pytest.param("FROM a\nRUN echo $((1<<2)) <<<b\nWORKDIR '/x'", "/x", id="no heredoc"),
+    ],
+)
+def test_the_working_directory_is_that_of_the_last_stage(dockerfile: str, workdir: str, tmp_path: Path) -> None:
+    task = task_in(tmp_path, {"environment/Dockerfile": dockerfile})
+    assert task.workdir == workdir
+    assert task.problem is None
+
+
+def test_a_working_directory_that_only_task_toml_names_is_made(tmp_path: Path) -> None:
+    task = task_in(tmp_path / "task", {}, '[environment]\nworkdir = "/app/sub"\n')
+    assert play_task(task, "pwd; echo 42 >answer") == ((1, {"tests_without_reward": 0}), "/app/sub\n")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +416,13 @@ WITHOUT = "FROM a\nWORKDIR /app\n"
         pytest.param(f"{WITHOUT}COPY x /etc/y", "", "local", "has /etc", id="a folder of this machine"),
         pytest.param(f"{WITHOUT}RUN echo so; false", "", "local", "RUN echo so; false failed", id="a step fails"),
         pytest.param(f"{WITHOUT}RUN apt-get install -y no-such", "", "local", "failed", id="a package is missing"),
-        pytest.param(f"{WITHOUT}FROM b", "", "local", "stages", id="stages"),
+        pytest.param(f"{WITHOUT}FROM b\nWORKDIR /c", "", "local", "stages", id="stages"),
+        pytest.param("FROM a\nENV A=/b\nWORKDIR $A", "", "local", "workdir in task.toml", id="WORKDIR with a variable"),
+        pytest.param(f"{WITHOUT}COPY x $A/", "", "local", r"COPY x \$A/", id="COPY with a variable"),
+        pytest.param(f"{WITHOUT}COPY x", "", "local", "no target", id="COPY without a target"),
+        pytest.param(f"{WITHOUT}RUN cat <<EOF\nx\nEOF", "", "local", "heredoc", id="a heredoc"),
+        pytest.param("FROM a\nWORKDIR /tmp/x", "", "local", "below /tmp or /var", id="below /tmp"),
+        pytest.param(WITHOUT, "", f"{__name__}.Broken", "the disk is full", id="OSError"),
         pytest.param(f"{WITHOUT}ENV", "", "local", "ENV has no arguments", id="no arguments"),
         pytest.param(WITHOUT, "[environment]\ngpus = 1\n", "local", "needs GPUs", id="gpus"),
         pytest.param(WITHOUT, "[agent\n", "local", r"task\.toml cannot be read", id="toml"),
