@@ -53,7 +53,7 @@ LEAVES = {
         "engines/test_kernels.py", "performance.md#small-machines"),
     "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
-    "SGLang": Leaf("engines/sglang", 738, "lightrl.SGLangEngine",
+    "SGLang": Leaf("engines/sglang", 740, "lightrl.SGLangEngine",
         "engines/test_sglang_client.py engines/test_sglang_cpu.py engines/test_sglang_ends.py "
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
