@@ -368,7 +368,7 @@ class PromptDataModule(L.LightningDataModule):
         checked = prompts.check()
         num_rows, num_bad = len(prompts), prompts.bad.num_bad if prompts.bad is not None else 0
         if num_bad:
-            logger.warning("Dropped %d bad rows out of %d %s rows.", num_bad, num_rows, split)
+            logger.warning("Dropped %d bad of %d %s rows.", num_bad, num_rows, split)
         if self._num_filtered:
             names = ", ".join(repr(source.source) for source in self.sources[split])
             logger.warning("row_filter dropped %d of %d rows of %s.", self._num_filtered, num_rows, names)

@@ -359,9 +359,9 @@ def test_a_url_to_write_to_is_refused_by_name(root: str, tmp_path: Path, monkeyp
     with pytest.raises(ValueError, match=rf"default_root_dir='{root}' must be a local or mounted folder, not a URL"):
         make_trainer(root)
     trainer = make_trainer(tmp_path, logger=CSVLogger("memory://runs"), enable_checkpointing=True)
-    with pytest.raises(ValueError, match=r"save_dir='memory://runs' must be a folder"):
+    with pytest.raises(ValueError, match=r"save_dir='memory://runs' must be a local or mounted folder"):
         trainer.fit(TinyGRPO(), datamodule=Digits())
-    with pytest.raises(ValueError, match=rf"to='{root}' must be a folder"):
+    with pytest.raises(ValueError, match=rf"to='{root}' must be a local or mounted folder"):
         HuggingFaceExport(root)
     assert not list(tmp_path.glob("*:*"))
 

@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_effect, check_positive
 from lightrl.trajectory import Prompt, Trajectory
-from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow
+from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow, FrozenModel, RequestPattern
 from lightrl.workflows.task_folders.runtime import Json
 from lightrl.workflows.task_folders.verifier import Verifier
+from lightrl.workflows.tools import ToolParser
 from lightrl.workflows.workflow import Generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class AgentSettings(TypedDict, total=False):
+    """The arguments of AgentWorkflow, except `agent` and `command`, as type checkers and the parser see them."""
+
+    workspace_template: str | None
+    environment: Mapping[str, str] | None
+    readable: Sequence[str]
+    network: Literal["none", "allow"] | list[str]
+    limits: AgentLimits | None
+    agent_timeout_s: float
+    max_agents: int
+    max_tokens: int | None
+    models: Mapping[str, Literal["policy"] | FrozenModel] | None
+    untrained: Sequence[RequestPattern]
+    ignore: Sequence[str]
+    unsent_thinking: Literal["keep", "drop"]
+    endpoint_host: str
+    truncated_reward: float
+    failed_reward: float | None
+    tool_parser: str | ToolParser | None
+    renderer: str | None
 
 
 class TaskWorkflow(AgentWorkflow):
@@ -54,7 +78,7 @@ class TaskWorkflow(AgentWorkflow):
         verify: Sequence[str] | None = None,
         hidden: str | None = None,
         verify_timeout_s: float = 600.0,
-        **kwargs: Any,
+        **kwargs: Unpack[AgentSettings],
     ) -> None:
         self.check_settings(command=command, verify=verify, hidden=hidden, verify_timeout_s=verify_timeout_s, **kwargs)
         super().__init__(tokenizer, None, command=command, **kwargs)
