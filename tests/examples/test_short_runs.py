@@ -124,8 +124,8 @@ def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path) -> None
     assert metrics(tmp_path)["rollout/first_turn_accuracy"] == 0
 
 
-@pytest.mark.parametrize("files", ["agent/[gt][rw]*", "agent/tasks.yaml", "code/*.yaml", "judge/*", "vision/*", "multi_turn/calculator*.*",
-                                   "multi_turn/retry*.*"])  # fmt: skip
+@pytest.mark.parametrize("files", ["agent/[gt][rw]*", "agent/tasks.yaml", "code/*.yaml", "judge/*", "vision/*",
+                                   "multi_turn/calculator*.*", "multi_turn/retry*.*"])  # fmt: skip
 def test_an_example_has_at_most_60_lines(files: str) -> None:
     lines = [line for path in EXAMPLES.glob(files) if path.is_file() for line in path.read_text().splitlines()]
     assert 0 < len([line for line in lines if line.strip() and not line.startswith("#")]) <= 60
