@@ -91,7 +91,7 @@ LEAVES = {
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
     "agents": Leaf("workflows/agent_workflow", 3294, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
-    "task folders": Leaf("workflows/task_folders", 1434, "lightrl.workflows.TaskWorkflow",
+    "task folders": Leaf("workflows/task_folders", 1433, "lightrl.workflows.TaskWorkflow",
         "workflows/task_folders", "task-folders.md#task-folders"),
     "trajectory log": Leaf("callbacks/trajectory_log.py", 406, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_effect, check_positive
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.workflows.agent_workflow import AgentLimits, AgentWorkflow, FrozenModel, RequestPattern
