@@ -274,7 +274,7 @@ def test_without_a_grammar_the_refusal_names_the_way_out_which_warns_once(
     settings: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def talk(client: AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=rf"does not support grammars.* ignore: \[{name}\]"):
+        with pytest.raises(openai.BadRequestError, match=rf"does not support grammars.*ignore: \[{name}\]"):
             await ask(client, [user("hi")], **settings)
         await ask(client, [user("hi")])
 
