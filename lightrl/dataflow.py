@@ -83,7 +83,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """Tells where a role's model is: on the server at `url`, or in the trainer."""
+    """The place of a role's model: the server at `url`, or the trainer."""
 
     @property
     def url(self) -> str | None: ...

@@ -333,7 +333,7 @@ def fields_of(
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
     """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
-    if all(item.rewards is None for item in trajectories):  # as on ranks other than 0, which have no tokens to check
+    if all(item.rewards is None for item in trajectories):  # ranks other than 0 have no tokens to check
         return rewards, {}
     check_trajectories(trajectories)
     return rewards, {"token_rewards": REWARDS.rows(trajectories) or []}

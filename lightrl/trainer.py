@@ -580,7 +580,8 @@ class Trainer(RLTrainer):
     def _hold(self, folder: Path, setting: str) -> None:
         hold(folder, setting)
         self._held.append(folder)
-        self._new_folders += [] if folder.exists() else [folder]
+        if not folder.exists():
+            self._new_folders.append(folder)
 
     def _check_engine(self, module: RLModule, *, is_fit: bool) -> None:
         if self.engine is None:

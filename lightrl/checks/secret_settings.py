@@ -25,7 +25,7 @@ _ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument or a header
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a setting, header or environment variable holds a secret, judged by the last part of its dotted name."""
+    """Whether a setting, header or environment variable holds a secret, by the last part of its dotted name."""
     name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2].lstrip("-"))
     pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()
     match = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")

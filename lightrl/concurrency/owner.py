@@ -1,4 +1,4 @@
-"""Marks in names and locks on folders: they tell which process owns a file or folder, and whether it is running.
+"""Marks in names and locks on folders: they show which process owns a file or folder, and whether it is running.
 
 A mark is `<process id>-<start time>-<host>`, because process ids are reused and hosts share folders. The start time is
 the kernel's, in clock ticks since boot, or 0 on systems without /proc. Containers on one machine count as separate

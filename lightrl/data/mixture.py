@@ -88,7 +88,9 @@ Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 def sources_of(source: Source | None) -> list[DataSource]:
     """Returns the sources as a list, each with a label; raises ValueError if two labels are the same."""
-    given: list[Any] = list(source) if isinstance(source, list | tuple) else [] if source is None else [source]
+    if source is None:
+        return []
+    given: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
     sources = [DataSource(str(item)) if isinstance(item, str | Path) else item for item in given]
     if wrong := [item for item in sources if not isinstance(item, DataSource)]:
         raise TypeError(

@@ -91,14 +91,14 @@ class Tasks(dict[str, Task]):
                     "has its own workflow or limit. Put the penalty into the rewards."
                 )
 
-    def workflow(self, default: Workflow, module: Any) -> TaskWorkflow:
+    def workflow(self, default: Workflow, module: Any) -> WorkflowOfSource:
         """Builds the sources' workflows with the module's tokenizer; `default` runs all other prompts."""
         built = {label: task.workflow(module.tokenizer) for label, task in self.items() if task.workflow is not None}
         for workflow in built.values():
             if workflow.template is not None:
                 module.complete_template(workflow.template)
         limits = {label: task.max_new_tokens for label, task in self.items() if task.max_new_tokens is not None}
-        return TaskWorkflow(default, built, limits)
+        return WorkflowOfSource(default, built, limits)
 
     def reward_worker(self, default: RewardWorker, make: Callable[[Any], RewardWorker]) -> TaskRewards:
         """Returns a worker that computes each trajectory's reward with its source's function."""
@@ -125,7 +125,7 @@ def by_source(groups: Iterable[Group]) -> dict[str, list[Group]]:
     return parts
 
 
-class TaskWorkflow(Workflow):
+class WorkflowOfSource(Workflow):
     """Runs each prompt with the workflow of its source.
 
     Args:

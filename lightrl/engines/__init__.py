@@ -2,7 +2,7 @@
 
 Reading order:
     engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
-    fake_engine.py  FakeEngine, a deterministic engine for tests, which can be told to be slow, fail or hang
+    fake_engine.py  FakeEngine, a deterministic engine for tests, which can be set to be slow, fail or hang
     local/          LocalEngine, which decodes in this process; for laptops
     servers/        code shared by all engines that use servers: fleet, requests, weight syncs
     sglang/         SGLangEngine: SGLang servers

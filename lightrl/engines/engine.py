@@ -115,8 +115,9 @@ class RolloutEngine(ABC):
                 f"but {type(self).__name__} does not. Use LocalEngine, SGLangEngine or VLLMEngine, or set it to 0."
             )
         if sampling.grammar and not self.reads_grammars:
-            problem = "The engine does not support grammars. Servers need server_args.tokenizer_path (vLLM: tokenizer)."
-            raise ValueError(problem)
+            raise ValueError(
+                "The engine does not support grammars. Servers need server_args.tokenizer_path (vLLM: tokenizer)."
+            )
 
     def check_workers(self, num: int) -> None:
         """Raises ValueError if `num` workflow workers cannot send requests on their own; see `open_to_workers`."""

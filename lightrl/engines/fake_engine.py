@@ -1,4 +1,4 @@
-"""FakeEngine: a deterministic rollout engine without a model. It can be told to be slow, to fail or to hang."""
+"""FakeEngine: a deterministic rollout engine without a model. It can be set to be slow, to fail or to hang."""
 
 from __future__ import annotations
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def once_per_config(trial: Callable[..., Result]) -> Callable[..., Result]:
+def once_per_config(
+    trial: Callable[Concatenate[PretrainedConfig, Arguments], Result],
+) -> Callable[Concatenate[PretrainedConfig, Arguments], Result]:
     """Runs `trial(config, …)` once for equal arguments, then returns its result or raises its ValueError again."""
     results: dict[Any, Result | ValueError] = {}
 
     @functools.wraps(trial)
-    def run_once(config: PretrainedConfig, *args: Any, **named: Any) -> Result:
+    def run_once(config: PretrainedConfig, /, *args: Arguments.args, **named: Arguments.kwargs) -> Result:
         key = (type(config), config.to_json_string(use_diff=False), args, *sorted(named.items()))
         if key not in results:
             try:

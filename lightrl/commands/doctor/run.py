@@ -85,23 +85,29 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if a check fails."""
     logger = logging.getLogger("lightrl")
     logger.setLevel(logging.WARNING)
-    handlers, shown = [*logger.handlers], set[str]()
-
-    def is_news(record: logging.LogRecord) -> bool:
-        """Returns False for messages that were shown before, as the trial loads data and models again."""
-        text = record.getMessage()
-        is_new = text not in shown and "train prompts" not in text
-        shown.add(text)
-        return is_new
-
+    filters = [(handler, _NewMessages()) for handler in logger.handlers]
     try:
-        for handler in handlers:
-            handler.addFilter(is_news)
+        for handler, new_messages in filters:
+            handler.addFilter(new_messages)
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
             return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
     finally:
-        for handler in handlers:
-            handler.removeFilter(is_news)
+        for handler, new_messages in filters:
+            handler.removeFilter(new_messages)
+
+
+class _NewMessages(logging.Filter):
+    """Omits what a handler has shown (the trial loads data and models again), and what the data check prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        is_new = text not in self.shown and "train prompts" not in text
+        self.shown.add(text)
+        return is_new
 
 
 class _RunCheck(LightRLCLI):

@@ -151,7 +151,7 @@ class Row:
 
     prompt: tuple[int, ...]
     sampling: Sampling  # with this completion's seed
-    attachments: tuple[str, ...] = ()  # of the prompt, as returned by the decoder's `attachments`
+    attachments: tuple[str, ...] = ()  # returned by the decoder's `attachments` for the prompt
     started: Completion | None = None  # tokens that this or another engine generated earlier
     owner: Any = None  # the caller's object for this completion, such as a future; the batch does not use it
     version_changes: list[tuple[int, int]] = field(default_factory=list)  # (token index, weight version from there on)

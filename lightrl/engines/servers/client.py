@@ -229,7 +229,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Tells the server that weight updates follow, until `end_weight_update`; returns False if it need not know."""
+        """Prepares the server for weight updates until `end_weight_update`; False if it has no such call."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...

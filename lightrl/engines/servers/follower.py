@@ -77,7 +77,7 @@ class Follower:
     check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop that sends requests; `report` tells the leader about failed servers."""
+        """Called first, on the event loop that sends requests; `report` informs the leader of failed servers."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)

@@ -80,11 +80,11 @@ class ServedScores:
         if tree is not None:
             tensors = {name: tree.join(value) for name, value in tensors.items()}
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
-        values: dict[str, Any] = {name: value.numpy().ravel() for name, value in tensors.items()}
+        numbers: dict[str, Any] = {name: value.numpy().ravel() for name, value in tensors.items()}
+        ids = numbers.pop("teacher_topk_ids", ())
         try:
-            for name, logprobs in values.items():
-                if name != "teacher_topk_ids":
-                    check_numbers(values.get("teacher_topk_ids", ()), logprobs, self.vocab_size)
+            for logprobs in numbers.values():
+                check_numbers(ids, logprobs, self.vocab_size)
         except ValueError as error:
             raise EngineError(
                 f"The server at {self.url} returned {error}, which no loss can use. Check that its model has the "

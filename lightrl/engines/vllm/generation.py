@@ -30,7 +30,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
         "top_k": sampling.max_support,
         "max_tokens": sampling.max_new_tokens - num_generated,
         "min_tokens": max(0, sampling.min_new_tokens - num_generated),
-        # vLLM's random numbers start anew with each request, so a later request needs a different seed.
+        # vLLM's random numbers restart with each request, so a later request needs a different seed.
         "seed": request_seed(request_seed(sampling.seed, draft.sample), num_generated),
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": True,

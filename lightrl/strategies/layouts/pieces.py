@@ -86,10 +86,10 @@ class _Cut:
         }
         with torch.enable_grad():
             loss = loss_fn(self.whole, self.join_rows(replace(outputs, **leaves)))
-            found = torch.autograd.grad(loss, [*leaves.values(), *own], allow_unused=True)
-            pairs = zip(own, found[len(leaves) :], strict=True)
+            derivatives = torch.autograd.grad(loss, [*leaves.values(), *own], allow_unused=True)
+            pairs = zip(own, derivatives[len(leaves) :], strict=True)
             own_losses += [(value * gradient).sum() for value, gradient in pairs if gradient is not None]
-        gradients = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
+        gradients = {name: value for name, value in zip(leaves, derivatives, strict=False) if value is not None}
         return [
             piece.with_tensors(
                 {_GRADIENT + name: value[rows, : piece.token_ids.shape[1]] for name, value in gradients.items()}

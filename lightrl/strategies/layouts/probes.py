@@ -75,7 +75,7 @@ def can_mask(model: PreTrainedModel) -> bool:
 
 
 def _attends_to_all(config: PretrainedConfig) -> bool:
-    """Whether each layer attends to all earlier tokens, judging by the cache that transformers makes for the model."""
+    """Whether each layer attends to all earlier tokens, according to the cache that transformers makes for it."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
@@ -119,7 +119,7 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
 
 @once_per_config
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, judging by a model on the meta device; `can_pack` tests the real model."""
+    """Whether only attention mixes tokens, as seen in a model on the meta device; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:

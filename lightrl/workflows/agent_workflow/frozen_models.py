@@ -67,7 +67,7 @@ async def forward(request: web.Request, body: bytes, path: str, model: FrozenMod
                 await response.write(chunk)
             await response.write_eof()
     except (aiohttp.ClientError, OSError) as error:
-        if response is not None:  # the answer has begun; closing the connection shows that it is incomplete
+        if response is not None:  # the answer has started; closing the connection shows that it is incomplete
             raise
         log.warning("The frozen model at %s does not answer: %s", model.url, str(error) or type(error).__name__)
         text = f"The frozen model {fields['model']!r:.80} does not answer. The run's log has the reason."

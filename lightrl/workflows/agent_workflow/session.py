@@ -437,7 +437,7 @@ class AgentSession:
         return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Calls `encode` and returns its result; uses a thread for long messages and images, so that others go on."""
+        """Calls `encode`, in a thread for long messages and images, so that others continue; returns its result."""
         contents = [message["content"] for message in request.messages]
         has_images = any(isinstance(content, list) for content in contents)
         if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:

@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 _LABEL = "lightrl-owner"
 _UNBOUNDED_MIB = 1 << 30
-_MANY_PROCESSES = 1 << 15  # of this user, in all containers; each has a limit of its own, and Podman has no higher one
+_MANY_PROCESSES = 1 << 15  # limit of this user in all containers; each has its own, and Podman allows no more
 _CALL_S = 120.0
-_MAX_COPIED_MIB = 1024  # of what an agent leaves, without limits.disk_mib
-# Starts and removes a container; without SIGPIPE, it goes on if the process that reads its output is dead.
+_MAX_COPIED_MIB = 1024  # the most that an agent may leave if limits.disk_mib is not set
+# Starts and removes a container; without SIGPIPE, it continues if the process that reads its output is dead.
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
 _IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)

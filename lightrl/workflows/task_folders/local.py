@@ -31,18 +31,7 @@ from lightrl.workflows.task_folders.runtime import (
     variables_of,
 )
 
-_UNUSED = [
-    "LABEL",
-    "EXPOSE",
-    "CMD",
-    "ENTRYPOINT",
-    "MAINTAINER",
-    "USER",
-    "STOPSIGNAL",
-    "HEALTHCHECK",
-    "SHELL",
-    "VOLUME",
-]
+_UNUSED = ["LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "MAINTAINER", "USER", "STOPSIGNAL", "HEALTHCHECK", "SHELL", "VOLUME"]
 _CONTEXT = ".build-context"
 _PACKAGES = "/var/lib/dpkg"  # the list of what is installed
 _OF_BUILD = ("tmp", "var")  # folders that a build may write to, and that the environment does not keep
@@ -107,8 +96,8 @@ class LocalRuntime(Runtime):
                 variables = Path(work, "logs", "environment").read_bytes().split(b"\0")
                 pairs = dict(os.fsdecode(each).split("=", 1) for each in variables if b"=" in each)
                 names = {name for word, rest in task.steps if word == "ENV" for name in _names(rest)}
-                kept = {name: pairs[name] for name in names if name in pairs}
-                Path(folder, "new", "environment.json").write_text(json.dumps(kept))
+                of_agents = {name: pairs[name] for name in names if name in pairs}
+                Path(folder, "new", "environment.json").write_text(json.dumps(of_agents))
                 remove_folder(str(Path(work).parent))
                 if not target.is_dir():
                     Path(folder, "new").rename(target)

@@ -34,7 +34,7 @@ from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json, Machine, R
 
 log = logging.getLogger(__name__)
 
-_MAX_BYTES = 1 << 24  # of a file of rewards, or of a report
+_MAX_BYTES = 1 << 24  # the largest file of rewards, or report
 _MAX_METRICS = 100
 _NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
 _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -42,7 +42,7 @@ _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
 _OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _OF_RUNNERS |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _KINDS_OF_RUNNERS = (".pth", ".dist-info", ".egg-info", ".egg-link")
-# Modules that tests import, beside Python's; with `python -m pytest`, Python looks for them first where tests start.
+# Modules that tests import, and Python's own; `python -m pytest` looks for them first where tests start.
 _LIBRARIES = {"_pytest", "coverage", "exceptiongroup", "hypothesis", "iniconfig", "numpy", "packaging", "pandas"}
 _LIBRARIES |= {"pluggy", "py", "pygments", "pytest", "requests", "sitecustomize", "usercustomize", "yaml"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -282,7 +282,7 @@ def remove_misleading(folder: Path, before: Collection[str], tests: Path | None 
     """Removes an untrusted folder's new files that change how tests run, without being tested.
 
     These are settings and plugins of a test runner, and modules that Python imports instead of a library: where tests
-    start, and beside tests. Compiled modules go too, since they can differ from their source.
+    start, and next to tests. Compiled modules go too, since they can differ from their source.
 
     Args:
         folder: where tests start.

@@ -66,7 +66,7 @@ class TaskWorkflow(AgentWorkflow):
         hidden: with `verify`, a folder that is copied over the agent's when it has ended; `{name}` is a column.
         verify_timeout_s: with `verify`, the deadline of the test; task folders have their own.
         kwargs: arguments of AgentWorkflow, except `agent`. Tests have the same limits and network as the agent, and as
-            many run at once as `max_agents`, beside the agents.
+            many run at once as `max_agents`, in addition to the agents.
     """
 
     def __init__(

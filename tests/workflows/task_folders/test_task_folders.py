@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import subprocess
@@ -17,10 +18,11 @@ from lightrl.data.rows import check_source, read_rows
 from lightrl.errors import RolloutError
 from lightrl.rewards.sandbox import remove_folder
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentFailed, AgentLimits
+from lightrl.workflows.agent_workflow import AgentFailed, AgentLimits, AgentWorkflow
 from lightrl.workflows.task_folders import TaskFolder, TaskWorkflow, Verifier, rows
 from lightrl.workflows.task_folders.runtime import Json, Machine, Runtime, runtime_of
 from lightrl.workflows.task_folders.verifier import remove_misleading, reward_in
+from lightrl.workflows.task_folders.workflow import AgentSettings
 
 URL = "http://127.0.0.1:9/v1"
 TEST = """#!/bin/sh
@@ -471,3 +473,8 @@ def test_variables_come_from_this_process(tmp_path: Path, monkeypatch: pytest.Mo
         task.environment("verifier")
     monkeypatch.setenv("KEY", "k")
     assert json.dumps(task.environment("verifier")) == '{"A": "k", "B": "b", "C": "1"}'
+
+
+def test_the_settings_that_a_checker_sees_are_those_of_an_agent_workflow() -> None:
+    arguments = {*inspect.signature(AgentWorkflow).parameters} - {"tokenizer", "agent", "command"}
+    assert {*AgentSettings.__annotations__} == arguments

@@ -88,7 +88,7 @@ async def restart(
             await in_thread(process.wait_ready)
             if on_ready is not None:
                 await on_ready()
-        except Exception as error:  # noqa: BLE001  # such as a full disk: go on, because nothing else restarts it
+        except Exception as error:  # noqa: BLE001  # such as a full disk: continue, because nothing else restarts it
             reason = str(error) if isinstance(error, LightRLError) else f"{type(error).__name__}: {error}"
         else:
             log.info("%s is back at %s.", process.name, process.url)

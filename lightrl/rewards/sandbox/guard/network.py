@@ -83,7 +83,7 @@ def serve_inside() -> None:
 
 
 def proxy_environment(port: int) -> Mapping[str, str]:
-    """Returns the environment variables that tell programs where the proxy is."""
+    """Returns the environment variables by which programs find the proxy."""
     url = f"http://{_HOST}:{port}"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
     direct = dict.fromkeys(("NO_PROXY", "no_proxy"), f"{_HOST},localhost")
@@ -125,8 +125,9 @@ class Proxy:
         """Connects to a host; raises PermissionError if it is not allowed."""
         if not any(_matches(host, port, *allowed) for allowed in self.allowed):
             raise PermissionError(f"{host}:{port} is not among the hosts of the workflow's setting `network`.")
-        text = f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
-        problem: OSError = PermissionError(text)
+        problem: OSError = PermissionError(
+            f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
+        )
         for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             if host in (address[0], "localhost") or not _is_own(str(address[0])):
                 try:

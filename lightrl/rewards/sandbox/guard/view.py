@@ -91,7 +91,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
 
 
 def change_root(folder: str, names: Iterable[str]) -> None:
-    """Switches to a new root: this machine's folders, and beside them these folders of the agent's `work`."""
+    """Switches to a new root, which has this machine's folders and these folders of the agent's `work`."""
     root = Path(folder, "root")
     root.mkdir()
     _mount_memory(str(root), "size=1m,mode=755")
