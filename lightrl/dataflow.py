@@ -197,8 +197,6 @@ class DataFlowGraph:
                 waits_for_thread[call.name] = any(
                     waits_for_thread[name] or runs_in_thread(by_name[name]) for name in self.edges[call.name]
                 )
-            ready.sort(key=lambda call: waits_for_thread[call.name])  # stable: otherwise in declared order
-            for call in ready:
                 pending.remove(call)
             ordered += ready
         return sorted(ordered, key=lambda call: waits_for_thread[call.name])

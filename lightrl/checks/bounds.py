@@ -15,13 +15,9 @@ if TYPE_CHECKING:
 def check_bounds(low: float, high: float = math.inf, /, **settings: float | None) -> None:
     """Raises a ValueError that names the first setting that is neither None nor a number from `low` to `high`."""
     for name, value in settings.items():
-        if value is not None and not (_is_number(value) and low <= value <= high):
+        if value is not None and (finite_number(value, math.inf) is None or not low <= value <= high):
             bounds = f">= {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
             raise ValueError(f"{name} must be {bounds}, got {value!r}.")
-
-
-def _is_number(value: object) -> bool:
-    return hasattr(type(value), "__float__")
 
 
 def check_kind(kind: type, /, **settings: object) -> None:
@@ -51,7 +47,7 @@ def real_number(value: Any) -> float:
 def check_positive(**settings: float | None) -> None:
     """Accepts None and finite numbers above 0; raises a ValueError that names the first setting with another value."""
     for name, value in settings.items():
-        if value is not None and not (_is_number(value) and 0 < value < math.inf):
+        if value is not None and (finite_number(value, math.inf) is None or not 0 < value < math.inf):
             raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
 
 
@@ -87,7 +83,7 @@ def check_adamw(
 ) -> None:
     """Raises ValueError if an AdamW setting is out of range."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+        if value is not None and (finite_number(value, math.inf) is None or not 0 <= value < math.inf):
             raise ValueError(f"{name} must be >= 0, got {value!r}.")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas must be two numbers >= 0 and < 1, such as (0.9, 0.95), got {betas}.")

@@ -88,10 +88,8 @@ Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 def sources_of(source: Source | None) -> list[DataSource]:
     """Returns the sources as a list, each with a label; raises ValueError if two labels are the same."""
-    if source is None:
-        return []
     given: Sequence[Any] = source if isinstance(source, list | tuple) else [source]
-    sources = [DataSource(str(item)) if isinstance(item, str | Path) else item for item in given]
+    sources = [DataSource(str(item)) if isinstance(item, str | Path) else item for item in given if source is not None]
     if wrong := [item for item in sources if not isinstance(item, DataSource)]:
         raise TypeError(
             "Data must be a file, a hub name, the dotted path of a function, or a DataSource, or a list of these, got "

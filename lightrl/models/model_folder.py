@@ -295,7 +295,6 @@ def replaced_folder(to: Path) -> Iterator[Path]:
         sync_files(unfinished)
         publish(unfinished, place)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         if not is_disk_full(error):
             raise
         raise OSError(

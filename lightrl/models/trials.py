@@ -11,11 +11,10 @@ if TYPE_CHECKING:
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Trial = Callable[Concatenate[Any, Arguments], Result]
 
 
-def once_per_config(
-    trial: Callable[Concatenate[PretrainedConfig, Arguments], Result],
-) -> Callable[Concatenate[PretrainedConfig, Arguments], Result]:
+def once_per_config(trial: Trial[Arguments, Result]) -> Trial[Arguments, Result]:
     """Runs `trial(config, …)` once for equal arguments, then returns its result or raises its ValueError again."""
     results: dict[Any, Result | ValueError] = {}
 
@@ -27,8 +26,7 @@ def once_per_config(
                 results[key] = trial(config, *args, **named)
             except ValueError as error:
                 results[key] = error
-        result = results[key]
-        if isinstance(result, ValueError):
+        if isinstance(result := results[key], ValueError):
             raise result.with_traceback(None)
         return result
 

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -83,31 +84,24 @@ _SHORTENED: dict[str, object] = {
 
 def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
     """Prints a line for each check as soon as it is done; returns 1 if a check fails."""
-    logger = logging.getLogger("lightrl")
-    logger.setLevel(logging.WARNING)
-    filters = [(handler, _NewMessages()) for handler in logger.handlers]
+    logging.getLogger("lightrl").setLevel(logging.WARNING)
+    filters = [(handler, partial(_is_new, set())) for handler in logging.getLogger("lightrl").handlers]
     try:
-        for handler, new_messages in filters:
-            handler.addFilter(new_messages)
+        for handler, is_new in filters:
+            handler.addFilter(is_new)
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-doctor-"), ignore_cleanup_errors=True) as folder:
             return int(_RunCheck(Path(folder), args, callbacks).num_by_status["fails"] > 0)
     finally:
-        for handler, new_messages in filters:
-            handler.removeFilter(new_messages)
+        for handler, is_new in filters:
+            handler.removeFilter(is_new)
 
 
-class _NewMessages(logging.Filter):
+def _is_new(shown: set[str], record: logging.LogRecord) -> bool:
     """Omits what a handler has shown (the trial loads data and models again), and what the data check prints."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        is_new = text not in self.shown and "train prompts" not in text
-        self.shown.add(text)
-        return is_new
+    text = record.getMessage()
+    is_new = text not in shown and "train prompts" not in text
+    shown.add(text)
+    return is_new
 
 
 class _RunCheck(LightRLCLI):

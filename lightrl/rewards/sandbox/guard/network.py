@@ -125,9 +125,8 @@ class Proxy:
         """Connects to a host; raises PermissionError if it is not allowed."""
         if not any(_matches(host, port, *allowed) for allowed in self.allowed):
             raise PermissionError(f"{host}:{port} is not among the hosts of the workflow's setting `network`.")
-        problem: OSError = PermissionError(
-            f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
-        )
+        text = f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
+        problem: OSError = PermissionError(text)
         for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             if host in (address[0], "localhost") or not _is_own(str(address[0])):
                 try:
