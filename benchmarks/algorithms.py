@@ -3,26 +3,22 @@
     python -m benchmarks.algorithms [--algorithms GRPO,DAPO] [--seeds 3] [--iterations 60] [--out benchmarks/algorithms]
                                     [--late-seeds 6] [--late-iterations 120]
 
-The task is the quickstart's, the largest of four digits. All algorithms start from one model of 0.8 M parameters,
-trained to imitate answers of which 6 in 10 just name the first digit. All use the same number of trajectories per
-iteration, in two updates. The curve is the mean reward of the training data: sampled, not greedy. Algorithms with names
-that end in `8 versions late` roll out up to 8 versions ahead: plain GRPO (naive), decoupled, with an approximated
-proximal policy, and M2PO; the first two also at a third of the learning rate, in two and in four updates. These run
-longer and over more seeds, because the effects of staleness show late; the table's last lines compare them with naive,
-seed by seed.
+The task is the quickstart's, the largest of four digits. All algorithms start from the same model of 0.8 M parameters,
+trained to imitate answers of which 60 % name the first digit, and use the same number of trajectories per iteration, in
+two updates. A curve is the mean reward of the sampled (not greedy) training completions. Algorithms named `… 8 versions
+late` roll out up to 8 versions ahead: GRPO (naive), decoupled, with an approximated proximal policy, and M2PO; the
+first two also at a third of the learning rate, in two and in four updates. They run longer and over more seeds, because
+staleness takes effect late; the table's last lines compare them with naive, seed by seed.
 
-Algorithms with names that end in `with two tries` may answer again after a wrong answer, which GiGPO credits turn by
-turn.
+Algorithms named `… with two tries` may answer again after a wrong answer; GiGPO assigns credit to each turn.
 
-Distillation does not compete with the others: it trains on no reward, and its teachers, the final models of GRPO's runs
-with seeds 0 and 1, were trained with RL. Its curve is the measured reward of the student's samples; it shows how fast
-and how close the student gets to its teacher, where the gray curve ends. Of two teachers, each teaches prompts whose
-first digit is even or odd.
+Distillation is not comparable: it trains on no reward, and its teachers, the final models of GRPO's runs with seeds 0
+and 1, were trained with RL. Its curve, the reward of the student's samples, shows how fast the student approaches its
+teacher, where the gray curve ends. With two teachers, one teaches prompts with an even first digit, the other the rest.
 
-Runs are separate processes, one after another, and each writes a file to the output folder. A run is not repeated if
-its file exists or `curves.csv` contains it, so seeds or algorithms can be added, and a killed benchmark resumes. To
-repeat one, remove its lines from `curves.csv` and its file in `runs/`. `curves.csv` has a line per algorithm, seed and
-iteration; `curves.png` has a panel per algorithm, with GRPO, or the naive loss for the late ones, in gray.
+Runs are separate processes, one after another. A run whose file in `runs/` or lines in `curves.csv` exist is skipped,
+so seeds or algorithms can be added, and a killed benchmark resumes; to repeat a run, remove both. `curves.csv` has a
+line per algorithm, seed and iteration; `curves.png` a panel per algorithm, with GRPO (naive for the late ones) in gray.
 """
 
 from __future__ import annotations

@@ -4,26 +4,22 @@
     python -m benchmarks.async_overlap --engine sglang --threads 1        also η = 8
     python -m benchmarks.async_overlap --simulated                        only the first table
 
-The first table is simulated and shows whether training sees the sampled lengths; see stream_order.py. The others are
-measured.
+The first table is simulated: whether training sees the sampled lengths (stream_order.py). The others are measured.
 
-The engine plays back recorded lengths like a remote server: a long tail, one pace for all tokens, any number of
-concurrent requests, no work for this computer. A weight sync interrupts it: running completions stop between two tokens
-and continue with the new version. The update is real work of fixed size: forward, backward and AdamW on the same number
-of trajectories in every iteration.
+The engine plays back recorded lengths like a remote server: a long tail, a fixed pace, any number of concurrent
+requests, no work for this computer. On a weight sync, running completions stop between two tokens and continue with the
+new version. The update is real work of fixed size: forward, backward and AdamW on the same number of trajectories.
 
 The fastest update of a first run sets the pace: the longest completion takes `rollout_to_update` updates. If that is at
-most 1, the update can hide the rollout: with η ≥ 1 iterations take as long as updates, and the goal is that the trainer
-idles (phase `rollout` over the whole) for at most 5 %. If it is 2, η = 1 cannot hide all of it.
+most 1, the update can hide the rollout: with η ≥ 1, iterations take as long as updates, and the trainer should idle (in
+phase `rollout`) for at most 5 % of the time. If it is 2, η = 1 cannot hide all of the rollout.
 
-With `--engine sglang` the same playback runs behind the fake server in another process: SGLangEngine sends it HTTP
-requests, and every sync is real (pause, a folder in shared memory that the server reads and hashes, checksums, resume).
-Lengths are then lognormal: the 95th percentile is 3.7 times the median, the longest of 128 is 6 times the mean. The
-distribution is synthetic, not recorded from a server on GPUs, and the server's pace does not depend on its load.
+With `--engine sglang`, a fake server in another process plays back: SGLangEngine sends it HTTP requests, and every sync
+is real (pause, a folder in shared memory that the server reads and hashes, checksums, resume). Lengths are lognormal:
+the 95th percentile is 3.7 times the median, the longest of 128 6 times the mean. Load does not slow the server.
 
-Columns: iterations/s and their ratio to η = 0 round by round; `idle_fraction`; staleness reached, in versions; the
-fraction of trajectories sampled by two or more weight versions; the time of a sync; the server process's utilization;
-`ks_distance` between the trained lengths and those that the engine plays.
+Columns: iterations/s and their ratio to η = 0 by round; `idle_fraction`; staleness reached, in versions; fraction of
+trajectories with several weight versions; time of a sync; server utilization; `ks_distance` (stream_order.py).
 """
 
 from __future__ import annotations

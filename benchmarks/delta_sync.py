@@ -2,11 +2,10 @@
 
     python -m benchmarks.weight_sync --transports delta [--quick] [--models 27M,120M] [--lrs 1e-6,1e-5,1e-4]
 
-A model with random float32 weights takes Adam steps on random tokens. After each step, a sync sends its bfloat16
-weights to a server: a process that only loads the folder into its own tensors. Receiver and server run in a network
-namespace behind a veth of 800 Mbit/s (`tc tbf`). The full sync uses the same link. Both syncs are measured from the
-first bucket until the server resumes, and take turns. Without root or `tc` everything uses the loopback, and
-`speedup_over_full` is null.
+A model with random float32 weights takes Adam steps on random tokens. After each, a sync sends its bfloat16 weights to
+a server, a process that only loads the folder into its own tensors. Receiver and server are in a network namespace
+behind a veth of 800 Mbit/s (`tc tbf`). Full and delta syncs take turns on this link, and are measured from the first
+bucket until the server resumes. Without root or `tc`, the loopback is used, and `speedup_over_full` is null.
 """
 
 from __future__ import annotations

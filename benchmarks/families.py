@@ -1,18 +1,18 @@
-"""Tests families of models: which train exactly, which are refused and why; docs/models.md is generated from it.
+"""Tests families of models: which ones train exactly, which are refused and why. Generates docs/models.md.
 
     python -m benchmarks.families [FAMILY …]
     python -m benchmarks.families --page
     python -m benchmarks.families --replay [FAMILY …]
 
 A tiny random model of each family is saved with `save_pretrained` and trained from that folder. The first command
-prints a line of JSON for each family and keeps all lines in `benchmarks/families.jsonl`; the second writes the tables
-of docs/models.md from them; the third prints the rows of the table in benchmarks/replay.md.
+prints a JSON line per family and stores the lines in `benchmarks/families.jsonl`, from which the second writes the
+tables of docs/models.md. The third prints the table rows of benchmarks/replay.md.
 
     outcome           exact; refused, with lightrl's reason in `why`; failed or wrong, a bug of lightrl
     max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
     packed            whether trajectories may share a row; packed logprobs then equal those of rectangles
-    fsdp2_grad_error  gradients of FSDP2Strategy on two ranks against one process: the norm of the difference over the
-                      norm. Each rank reads the folder, and the weights sent to servers equal the folder's
+    fsdp2_grad_error  relative error of the gradients of FSDP2Strategy on two ranks against one process. Each rank
+                      reads the folder, and the weights sent to servers equal the folder's
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
     python -m benchmarks.gpu_update [--quick] [--models qwen3-0.6b,qwen3-1.7b] [--contenders pure,mixed]
 
-All contenders train a model of the same shape with random weights, on the same trajectories (completions of lengths.py,
-with prompts of a quarter of the longest), with fused AdamW. They run one after another, each with the GPU to itself;
-one that runs out of memory reports it. An update is one microbatch: forward, backward, optimizer step.
+Contenders train a model of the same shape with random weights, on the same trajectories (completions of lengths.py,
+prompts of a quarter of the longest), with fused AdamW, one after another, each with the GPU to itself; one that runs
+out of memory reports it. An update is one microbatch: forward, backward, optimizer step.
 
-    plain    a Hugging Face loop in bfloat16: rows padded to the longest, an attention mask, logits of every position,
-             their logprobs in float32; as many rows at a time as fit `--plain-tokens` padded tokens
+    plain    a Hugging Face loop in bfloat16: rows padded to the longest, an attention mask, logits at every position,
+             logprobs in float32; as many rows at a time as fit into `--plain-tokens` padded tokens
     pure     SingleModel in bfloat16: one packed row, the output head only at loss tokens, and entropies
-    shared   the same, with each group's prompt in the row once
+    shared   the same, with each group's prompt only once in the row
     mixed    as pure under bf16-mixed: float32 weights, gradients and moments, products in bfloat16
     trainer  GRPO's whole update phase in lightrl.Trainer, with hooks, callbacks and metrics, under bf16-mixed
     fsdp2    the same with FSDP2Strategy, on one GPU
 
 MFU is a fraction of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. It counts only work on
 real tokens, without recomputation: the head at loss tokens, half of causal attention, and a prompt for each of its
-trajectories, even in `shared`, `trainer` and `fsdp2`, which compute it once. `warm_up_s` is the first update, with all
+trajectories, although `shared`, `trainer` and `fsdp2` compute it once. `warm_up_s` is the first update, with all
 compilation; `memory_gib` is the measured peak; `predicted_gib` is the estimate of plan/costs.py.
 """
 
@@ -47,7 +47,7 @@ from lightrl.models import Outputs
 from lightrl.plan.costs import Work, peak_bytes
 from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel
-from lightrl.strategies.parallel_3d import layer_parameters
+from lightrl.strategies.parallel_3d import head_size
 from lightrl.trajectory import Trajectory
 
 GOAL_RATIO, GOAL_MFU = 1.3, {"qwen3-0.6b": 0.35, "qwen3-1.7b": 0.45}
@@ -71,7 +71,9 @@ def flops(config: PretrainedConfig, lengths: Sequence[int], num_loss_tokens: int
     """Returns the FLOPs of one pass over sequences of these lengths; a backward costs two forwards."""
     tokens = sum(lengths)
     layers = config.num_hidden_layers
-    matrices = layers * layer_parameters(config) * tokens + config.vocab_size * config.hidden_size * num_loss_tokens
+    in_layer = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
+    in_layer += 3 * config.hidden_size * config.intermediate_size
+    matrices = layers * in_layer * tokens + config.vocab_size * config.hidden_size * num_loss_tokens
     # Scores and their product with the values: two products of T × T × heads · head size, half of them masked.
     attention = layers * config.num_attention_heads * config.head_dim * sum(length * length for length in lengths)
     return float((2 * matrices + 2 * attention) * (3 if has_backward else 1))

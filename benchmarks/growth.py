@@ -2,11 +2,10 @@
 
     python -m benchmarks.growth [--quick] [--prompts 10000,1000000,5000000]
 
-A fresh process opens this many rows, in a JSONL and in a Parquet file. It measures the seconds until the first prompt
-is rendered (`start_s`; for Parquet again with the cache of `datasets` that the first start wrote), the seconds until
-the fingerprint for the first checkpoint is ready, milliseconds for each further prompt in shuffled order, singly and in
-a batch (a run does this in a thread, ahead of need), and the process's resident memory. The memory includes the imports
-(`imports_mib`); the seconds do not.
+A fresh process opens this many rows of a JSONL or a Parquet file. It measures the seconds until the first prompt is
+rendered (`start_s`; for Parquet, again with the cache that `datasets` wrote at the first start) and until the
+fingerprint for the first checkpoint is ready, the milliseconds for each further prompt in shuffled order, singly and in
+a batch (a run prefetches in a thread), and the resident memory. Only the memory includes the imports (`imports_mib`).
 """
 
 from __future__ import annotations

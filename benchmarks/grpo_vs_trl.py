@@ -5,24 +5,23 @@
 
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
-Each contender is a process that builds its trainer once, then waits between iterations until this process lets it run a
-few. They take turns, so that changes in the machine's speed favor neither, and ratios are computed pair by pair.
+Each contender is a process that builds its trainer once and runs a few iterations whenever this process lets it. They
+take turns, so changes in the machine's speed favor neither, and ratios are computed pair by pair.
 
     this process ──run 3──► TRL ──seconds──► run 3 ──► lightrl ──seconds──► run 3 ──► lightrl …
 
 Equal on both sides: the model folder (weights, tokenizer), prompts, group size, float32, threads, AdamW with gradient
 clipping, the token-level clipped loss without KL, one update per iteration, logging at every iteration, no checkpoints.
-The learning rate is 0, so the policy and its completions stay the same while the same work is done; with --model both
-learn, and greedy accuracy on held-out prompts is measured by one function for both.
+The learning rate is 0, so the policy and its completions do not change, but the work is the same; with --model both
+learn, and one function measures the greedy accuracy of both on held-out prompts.
 
     short    the quickstart's task: 32 prompts × 16, at most 4 new tokens, sampled; the end token ends a completion
     skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward differs, since
              no completion is correct and TRL could not learn from equal rewards
 
 TRL uses the settings that were fastest on a CPU: sdpa attention, dynamic cache, fused AdamW, no gradient checkpointing,
-the batch size below. lightrl uses its defaults: rewards in a killable process, weight sync to the engine at every
-iteration, RolloutMetrics, progress bar; plus CSV and TensorBoard files. Both train on every group, even if all its
-rewards are equal.
+the batch size below. lightrl uses its defaults (rewards in a killable process, a weight sync in every iteration,
+RolloutMetrics, progress bar), and writes CSV and TensorBoard files. Both also train on groups whose rewards are equal.
 
 Rows of the table:
     trl                 TRL

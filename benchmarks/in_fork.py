@@ -1,4 +1,4 @@
-"""Runs a function in a fork of this process, which has already imported everything, to save the import time."""
+"""Runs a function in a fork of this process, which has already imported everything, to save the time of imports."""
 
 from __future__ import annotations
 

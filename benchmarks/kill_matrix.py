@@ -2,12 +2,11 @@
 
     python -m benchmarks.kill_matrix [--cells WORDS,WORDS] [--write benchmarks/faults.md]
 
-A cell is a separate `fit`, kill_run.py, in separate processes. If it does not continue, it is resumed from its last
-checkpoint. A row contains what happened, who is named in the output, and the seconds from the signal until the run
-continued or had ended; how many trajectories are missing from the trajectory log, or are in two of its iterations; and
-whether the weights equal those of an undisturbed run. The expected result of each cell is declared below; the command
-fails if a cell's result differs. `--write` replaces the table between two markers of a Markdown file; with `--cells`
-only the lines of these actors.
+A cell is a separate run of kill_run.py. If the run does not continue, it is resumed from its last checkpoint. A row
+says what happened, whom the output names, and how many seconds after the signal the run continued or had ended; how
+many trajectories are missing from the trajectory log or occur in two of its iterations; and whether the weights equal
+those of an undisturbed run. The command fails if a cell's result differs from the one declared below. `--write`
+replaces the table between two markers of a Markdown file; with `--cells`, only the lines of these actors.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     servers (SGLangEngine starts two, fake) ── environment (a process per conversation) ── reward worker ── ranks
 
-The signal does not depend on time: code inside the phase sends it, waits until the kernel shows the target as dead or
-stopped, and only then lets the phase continue.
+Code inside the phase sends the signal, and continues only when the kernel shows the target as dead or stopped.
 """
 
 from __future__ import annotations

@@ -1,32 +1,29 @@
-"""Shows which loss still trains at which lag: reward relative to on-policy's at equal samples, and when warnings come.
+"""Shows which loss still trains at which lag: reward relative to on-policy training, and how early warnings come.
 
     python -m benchmarks.lag [--run] [--losses TOPR,OAPL] [--staleness 16,64] [--seeds 0,1,...,31]
                              [--iterations 160] [--out benchmarks/lag] [--quick]
 
 Task, reward and settings are those of `benchmarks.algorithms` (the largest of four digits, 16 groups of 16, two
-updates), with a smaller policy, so that a run takes seconds of one core. The lag is exact and simulated: a queue holds
-the trajectories of η iterations, so that iteration k trains on what the weights of iteration max(0, k - η) sampled. As
-in a run whose queue starts full, the first η iterations train on samples of the first weights. Everything else is
-lightrl's own code: `score`, `MinibatchLoss`, the module's loss and optimizer, and the rule of the warning. Nothing
-depends on time, so runs repeat bit for bit on one machine.
+updates), with a smaller policy, so that a run takes seconds of one core. The lag is simulated, and exact: a queue holds
+the trajectories of η iterations, so iteration k trains on samples of the weights of iteration max(0, k - η). The rest
+is lightrl's code: `score`, `MinibatchLoss`, the module's loss and optimizer, and the warning's rule. On one machine,
+runs repeat bit for bit.
 
-The reward is that of the current policy: each iteration samples the trajectories that it puts into the queue.
-`fraction_of_on_policy` is the mean reward of the last tenth of the iterations over all seeds, divided by that of GRPO
-without lag. Rows with `provoked` use a learning rate so high that some losses collapse: the reward, as a mean over 10
-iterations, falls by `COLLAPSE` below its best. `ess_warning_lead_iterations` is the least number of iterations from a
-run's first warning to its collapse: null if no run collapsed, negative or "missed" if the warning was late.
+The reward is the current policy's, on the trajectories that an iteration puts into the queue. `fraction_of_on_policy`
+is the mean reward of the last tenth of the iterations over all seeds, divided by that of GRPO without lag. Rows with
+`provoked` use a learning rate so high that some losses collapse: the reward, as a mean over 10 iterations, falls by
+`COLLAPSE` below its best. `ess_warning_lead_iterations` is the smallest number of iterations between a run's first
+warning and its collapse: null if no run collapsed, negative or "missed" if the warning was late.
 
-A collapse at that learning rate is *provoked*. At the usual rate a configuration, which is a loss and a lag, is
-*healthy* if none of its runs collapses, and *on the edge* if some do; then a warning is right even if this seed does
-not collapse, since another one does. It does not matter whether the reward recovers. More seeds can show that a healthy
-configuration is on the edge, never the opposite.
+A collapse at that learning rate is *provoked*. At the usual rate, a configuration (a loss and a lag) is *healthy* if
+none of its runs collapses, and *on the edge* if some do, even if the reward recovers; then a warning is right for every
+seed. More seeds can show that a healthy configuration is on the edge, never the opposite.
 
 The rows `warnings` count the collapses that a warning preceded by `LEAD` iterations, and the other runs with a warning.
 There are rows for each loss, for all runs, for the seeds before `FIRST_HELD_OUT`, on which the warning's rule was
-chosen, for those from it on, and for those from `FIRST_FRESH` on: docs/algorithms.md.
+chosen, and for the seeds from it and from `FIRST_FRESH` on; see docs/algorithms.md.
 
-`runs.jsonl` in the output folder contains a line per run; rows are made from it, with the seeds that it contains.
-`--run` does the missing runs and appends them, about 10 s of one core each; remove a line to repeat its run.
+Rows come from `runs.jsonl` in the output folder. `--run` adds missing runs, 10 s each; remove a line to repeat it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Forced completion lengths: lists that benchmarks share, and a logits processor that makes `model.generate` follow
-one.
+"""Forced completion lengths: lists for benchmarks, and a logits processor that makes `model.generate` follow one.
 
-A comparison is fair only if both sides sample the same number of tokens, so both ban the end token until a completion
-has its length. LocalEngine then ends the row by `max_new_tokens`; `generate` has no length per row and must sample the
-end token.
+To sample the same number of tokens, both sides of a comparison ban the end token until a completion has its length.
+Then LocalEngine ends the row by `max_new_tokens`; `generate`, without limits per row, must sample the end token.
 """
 
 from __future__ import annotations

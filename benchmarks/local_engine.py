@@ -2,18 +2,14 @@
 
     python -m benchmarks.local_engine [--quick] [--models 1M,27M,120M,0.6B] [--batches 8,64,256] [--alone]
 
-Equal on both sides: the model and its weights, dtype, threads, distinct prompts of 32 tokens (so sharing prefixes
-gains nothing), sampling at temperature 1 from the whole vocabulary, and a list of lengths, one per completion. Both ban
-the end token by a mask on the logits until a completion has its length; then `generate` is forced to sample the end
-token (its only way to end a row), while LocalEngine ends the row by `max_new_tokens`. Both sample exactly the same
-number of tokens. LocalEngine also computes logprobs; `generate` does not.
+Equal on both sides: weights, dtype, threads, distinct prompts of 32 tokens (so sharing prefixes gains nothing),
+sampling at temperature 1 from the whole vocabulary, and lengths (lengths.py). Only LocalEngine computes logprobs.
 
 Rows of the table:
-    equal      all completions have the same length, half the cap
+    equal      all completions have half the cap's length
     skewed     5 % at the cap, the others geometric, a quarter of the cap on average; as many requests as slots
     refilled   skewed, with four times as many requests as slots: `generate` runs four batches in sequence
-    no_removal skewed, but LocalEngine decodes every row to the cap and only the needed tokens count: its speed without
-               early removal
+    no_removal skewed, but without early removal: LocalEngine decodes every row to the cap; only needed tokens count
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     python -m benchmarks.orchestrator [--quick]
 
 Two fake servers in separate processes answer each request after a sleep, with 1,000 precomputed tokens and their
-logprobs. On one side a RolloutController with SGLangEngine and SingleTurn processes one batch of all requests; on the
-other a loop posts the same bodies with aiohttp and parses the same JSON. Both keep the same number of requests in
-flight, on as many connections. Processor time is that of all threads of this process; the sides take turns. The
-tokenizer decodes nothing, because text is not part of the orchestrator.
+logprobs. On one side, a RolloutController with SGLangEngine and SingleTurn runs all requests as one batch; on the
+other, a loop posts the same bodies with aiohttp and parses the same JSON. Both have the same number of requests in
+flight, on as many connections, and take turns. Processor time covers all threads. No text is decoded.
 
 Rows of the table:
     bare          a semaphore, one task per request, post, json.loads
@@ -16,8 +15,7 @@ Rows of the table:
                   all workers; `--workers 1,2` makes a row for each
     routing       the choice of a server among many (ServerFleet), which is part of the engine's time
 
-`at_most_...` is the rate that one dedicated core could sustain at this cost: the event loop is one thread, so this is
-the most that rank 0 can control.
+`at_most_...` is the rate that one core can sustain, and rank 0's maximum: the event loop is one thread.
 """
 
 from __future__ import annotations

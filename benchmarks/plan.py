@@ -2,13 +2,11 @@
 
     python -m benchmarks.plan [--gpus 512] [--model qwen3-30b-a3b ...] [--config FOLDER] [--prompts 128]
 
-For each model and number of GPUs it prints the fastest layouts that fit the memory, as `lightrl plan` finds them:
-memory of a rank, bytes sent per update, seconds of the update. The rates of the GPU are those of its data sheet, at
-the MFU that `lightrl plan` assumes; none is measured here.
+For each model and number of GPUs, it prints the fastest layouts that fit the memory, as `lightrl plan` finds them:
+memory per rank, bytes sent and seconds per update. GPU rates are from data sheets, at `lightrl plan`'s MFU.
 
-With --shards, torch's own FSDP2 also shards the model, on fake tensors and over a process group that only simulates
-the other ranks: `rank_0_gib` and `last_gib` are the parameters, gradients and moments of the first and last rank,
-including uneven shards, to compare with the formula's `state_gib`.
+With --shards, torch's FSDP2 also shards the model, on fake tensors over a fake process group: `rank_0_gib` and
+`last_gib` are the parameters, gradients and moments of the first and last rank, to compare with `state_gib`.
 """
 
 from __future__ import annotations

@@ -3,17 +3,16 @@
     python -m benchmarks.records --run quickstart/grpo --seeds 0,1,2,3,4 [--threads 1] [--work runs/records]
     python -m benchmarks.records
 
-The first command runs the command at the top of examples/quickstart/grpo.yaml with each seed, in a separate process,
-and writes `benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed,
-seconds, memory and the curve. Examples that it builds on run first, in the same working folder, unless their exports
-exist. It refuses a checkout with changed code, since the commit would not identify it.
+The first command runs the command at the top of examples/quickstart/grpo.yaml in a process per seed, and writes
+`benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed, seconds, memory
+and the curve. Examples that it builds on run first, in the same folder, unless their exports exist. A checkout with
+changed code is refused.
 
 The second command writes all statements about results from the records: the lines `# Takes:` and `# Reaches:` at the
 top of each example, and the text between `<!-- records: … -->` and `<!-- end -->` in README.md, examples/README.md and
-benchmarks/lag.md. An example without a record says `not measured`. A record counts only as long as its example has the
-same settings, so whoever changes an example must run it again. The table of `benchmarks.lag` comes from
-`benchmarks/lag/runs.jsonl`. `tests/test_records.py` checks that nothing differs from the records, and that no result
-is claimed without one.
+benchmarks/lag.md. An example without a record says `not measured`. A record counts only while its example has the same
+settings: after a change, run the example again. The table of `benchmarks.lag` comes from `benchmarks/lag/runs.jsonl`.
+`tests/test_records.py` checks that all claims match the records, and that none lacks a record.
 """
 
 from __future__ import annotations

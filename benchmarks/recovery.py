@@ -1,16 +1,15 @@
-"""Kills ranks and launchers at random moments: measures what is lost, and whether the losses stay the same.
+"""Kills ranks and launchers at random moments: how many iterations are lost, and do the losses stay the same?
 
     python -m benchmarks.recovery [--kills 10] [--ranks 2]
 
-`lightrl launch` starts the quickstart's task, made small, with `recover: {retries: …}` and a checkpoint after each
-iteration. After two iterations and a random part of the next two, one of its processes is killed with kill -9: either a
-rank, after which the launcher ends the other ranks and restarts them, or the launcher, after which the same command
-runs again with `--ckpt_path last`. An undisturbed run is the reference: on-policy, all losses must equal its losses
-to the last bit. Columns:
+`lightrl launch` starts a small version of the quickstart with `recover: {retries: …}` and a checkpoint after each
+iteration. After two iterations and a random part of the next two, kill -9 ends a rank, after which the launcher
+restarts all ranks, or the launcher, after which the same command runs again with `--ckpt_path last`. All losses must
+equal those of an undisturbed on-policy run to the last bit. Columns:
 
     ended_s              seconds from the kill until no rank of that attempt is left
-    lost_iterations      iterations trained again after the kill: at most the one that the checkpoint did not contain
-    equal_losses         whether the losses of all iterations of the disturbed run are equal, repeated ones included
+    lost_iterations      iterations trained again after the kill: at most the one that the checkpoint does not contain
+    equal_losses         whether the losses of all iterations, including repeated ones, are equal
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report: prints the output of every benchmark: a line for the machine, a JSON line per measurement, a final table.
+"""Report: prints a benchmark's output: a line for the machine, a JSON line per measurement, a final table.
 
     report = Report("local_engine")
     for setting in settings:
@@ -7,7 +7,7 @@
         report.add("decode", parameters="27M", batch=64, tokens_per_s=tokens / median(times), **memory.values())
     report.finish()
 
-JSON lines go to standard output, so `python -m benchmarks.x | grep '^{'` is the data; units are in the names.
+`python -m benchmarks.x | grep '^{'` extracts the data; units are in the names.
 """
 
 from __future__ import annotations

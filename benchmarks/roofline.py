@@ -4,12 +4,12 @@
         [--rows 12]
 
 SingleModel runs like `pure` in gpu_update, in bfloat16; a dispatch mode adds up what its operations read, write and
-multiply. A matrix product on an H100 takes the longer of two times: its bytes over 2.7 TB/s, and its FLOPs over the
-part of 700 TFLOP/s that its shape can reach. When compiled, the operations between two products are one kernel, which
-reads what other kernels made and writes what they read; a backward recomputes what it needs from the forward. With
---eager each operation is a kernel. With --shared a common prefix is computed once; the MFU still counts it for each
-row. With --rows the microbatch is one agent's conversation of --tokens tokens: each of its requests repeats all before
-it and adds equally many tokens, as with agents that render their history anew.
+multiply. A matrix product on an H100 takes the longer of two times: its bytes over 2.7 TB/s, or its FLOPs over the part
+of 700 TFLOP/s that its shape can reach. When compiled, the operations between two products are one kernel, which reads
+the output of other kernels and writes their input; the backward recomputes what it needs from the forward. With
+--eager, each operation is a kernel. With --shared, a common prefix is computed once; the MFU still counts it for each
+row. With --rows, the microbatch is an agent's conversation of --tokens tokens, in which each request repeats all before
+it and adds equally many tokens, as if the agent rendered its history anew.
 """
 
 from __future__ import annotations

@@ -4,13 +4,12 @@
 
 SGLangEngine sends the requests, once with its own routing and once with `router: smg`.
 
-Servers are small HTTP programs with a paged prefix cache, like SGLang's; each computes `SLOTS` requests at a time, at a
-fixed pace per uncached prompt token and per generated token. All samples of the groups start together: a group's
-samples share a prompt, all prompts begin with the same instruction, and each sample has several turns, whose prompt is
-everything before plus a reply. Columns:
+Servers are small HTTP programs with a paged prefix cache like SGLang's; each computes `SLOTS` requests at a time, at a
+fixed pace per uncached prompt token and per generated token. All samples start together. A group's samples share a
+prompt, all prompts begin with the same instruction, and each turn's prompt is all earlier turns plus a reply. Columns:
 
     computed_fraction    prompt tokens computed ÷ prompt tokens: 1 without a cache
-    lower_bound          the same for one server with all samples one after another
+    lower_bound          computed_fraction of a single server with one sample after another
     imbalance            busiest server ÷ mean, by seconds of computation
     wall_s               seconds until the last sample is done; the gateway adds an HTTP hop
 """

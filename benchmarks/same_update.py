@@ -1,15 +1,13 @@
-"""Compares one GRPO update of TRL's GRPOTrainer and of lightrl on the same completions: how far apart are the weights?
+"""Compares a GRPO update of TRL's GRPOTrainer and of lightrl on the same completions: how far apart are the weights?
 
     python -m benchmarks.same_update [--model FOLDER]
 
-Needs TRL: `pip install -c constraints.txt -e ".[bench]"`. Without --model, it uses the quickstart's model with random
-weights.
+Needs TRL: `pip install -c constraints.txt -e ".[bench]"`. The default is the quickstart's model with random weights.
 
-Both load one folder in float32 and get the same groups: prompts, random completions of unequal lengths, some cut off,
-and random rewards. Each then computes advantages, the clipped loss and its gradient with its own code, clips the
-gradient's norm to 1, and takes one step of SGD at a learning rate of 1, so that the weights change by the clipped
-gradient. The behavior logprobs come from transformers' forward. `difference` is the norm of the difference of the two
-changes over the norm of TRL's.
+Both load the same folder in float32 and get the same groups: prompts, random completions of unequal lengths, some cut
+off, and random rewards. Each computes advantages, the clipped loss and its gradient, clips the gradient's norm to 1,
+and takes an SGD step at a learning rate of 1, so the weights change by the clipped gradient. The behavior logprobs come
+from transformers' forward. `difference` is the norm of the difference between both changes, over the norm of TRL's.
 """
 
 from __future__ import annotations

@@ -2,16 +2,14 @@
 
     python -m benchmarks.soak [--iterations 10000] [--staleness 0,2] [--max-minutes 55] [--plot benchmarks/soak.png]
 
-The run has a tiny policy, two fake servers that it starts, reward workers, and every callback that keeps state. Five in
-a hundred rewards fail: most raise, some hang until their worker is killed; one of the servers is killed every 500
-iterations. A row for each max_staleness contains the slopes of a line through the samples after the first tenth. The
-three slopes for memory have standard errors: resident memory, blocks allocated by Python's allocator, and bytes
-allocated by glibc's; the last two show leaks before resident pages do. At the end, numbers in the metrics' CSV that are
-not finite are counted.
+The run has a tiny policy, two fake servers, reward workers, and every callback with state. 5 % of the rewards fail:
+most raise, some hang until their worker is killed. Every 500 iterations, a server is killed. A row per max_staleness
+contains the slopes of lines through the samples after the first tenth; those of memory have standard errors: resident
+memory, and allocations by Python and glibc, which show leaks earlier. At the end, non-finite metrics are counted.
 
-The program restarts itself with `MALLOC` for glibc's allocator: one arena, no per-thread caches, and separate mappings
-for large blocks. By default there are eight arenas per core, and the holes between long-lived blocks grow slowly in
-each of them, so that resident memory says more about glibc than about the run.
+The program restarts itself with `MALLOC` for glibc's allocator: one arena, no per-thread caches, separate mappings for
+large blocks. In the default of eight arenas per core, the holes between long-lived blocks grow slowly, so resident
+memory would say more about glibc than about the run.
 """
 
 from __future__ import annotations

@@ -1,19 +1,17 @@
-"""Measures how the trained lengths differ from the sampled ones if a few trajectories take 30 times as long.
+"""Measures how trained lengths differ from sampled lengths if a few trajectories take 30 times as long.
 
-Part of `python -m benchmarks.async_overlap`. Time is simulated: an update takes 1, a group as long as the longest of
-its completions, and GroupScheduler decides, as it does for the controller. So a run of 10,000 trajectories takes a
-second, and its numbers are the same on every machine.
+Part of `python -m benchmarks.async_overlap`. Time is simulated: an update takes 1, a group as long as its longest
+completion, and GroupScheduler decides, as in a run. 10,000 trajectories take a second; the result is deterministic.
 
 Lengths are lognormal (sigma 0.8, in units of the median), capped at 30; 5 % of the completions reach the cap.
 
 Orders:
     windowed      the default: stream order, which waits for slow groups
-    over-sample   `DynamicSampling(oversample_fraction=0.25)`: drops what would delay a batch
-    discard       not in lightrl: any P finished groups; groups that finish too old are discarded, their prompts
-    requeued
+    over-sample   `DynamicSampling(oversample_fraction=0.25)`: drops groups that would delay a batch
+    discard       not in lightrl: any P finished groups; discards groups that are too old, and requeues their prompts
 
-`ks_distance` is the Kolmogorov-Smirnov distance between the trained lengths and the distribution from which all are
-drawn. For 10,000 independent draws it is 0.009 on average, and above 0.0195 once in a thousand runs.
+`ks_distance` is the Kolmogorov-Smirnov distance between the trained lengths and the sampled distribution. For 10,000
+independent samples it is 0.009 on average, and above 0.0195 once in a thousand runs.
 """
 
 from __future__ import annotations

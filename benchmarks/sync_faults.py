@@ -1,19 +1,17 @@
-"""Provokes silent faults of a weight sync: which check detects each, and when; and counts false alarms.
+"""Provokes silent faults of a weight sync to see which check detects each, and when; counts false alarms.
 
     python -m benchmarks.sync_faults [--quick] [--faults WORDS,WORDS] [--syncs 1000] [--write benchmarks/faults.md]
 
-Each fault is a GRPO run of a tiny policy with SGLangEngine and one or two fake servers, at a learning rate of 1e-6 in
-bfloat16. One server reports success for the sync of version 2, or for a request after it, but does something else; it
-counts the values that it then holds but was not sent. *Iterations* are the rollouts that had begun with wrong weights
-when the first warning or error came: 0 is the sync itself, before a token was sampled.
+For each fault, GRPO trains a tiny policy with SGLangEngine and one or two fake servers, at a learning rate of 1e-6 in
+bfloat16. One server reports success for the sync of version 2, or for a request after it, but does something else, and
+counts its values that differ from those sent. *Iterations* are the rollouts that had begun with wrong weights at the
+first warning or error: 0 is the sync itself, before a token is sampled.
 
-The policy's values are near the border between two bfloat16 values more often than in a model of billions, so that a
-step of 1e-6 changes some value of each of its small tensors.
+Unusually many of the policy's values are near a bfloat16 rounding boundary, so a step of 1e-6 changes every tensor.
 
-Healthy syncs come from runs without a fault, with each transport, in both dtypes, with LoRA, with rollouts in the
-background, with servers that compute in bfloat16, and with adapters served in three dtypes at three learning rates.
-Any warning, error or lost server there is a false alarm. `--write` replaces the table between two markers of a Markdown
-file.
+Healthy syncs come from runs without faults: with each transport, both dtypes, LoRA, rollouts in the background, servers
+that compute in bfloat16, and adapters served in three dtypes at three learning rates. Any warning, error or lost server
+there is a false alarm. `--write` replaces the table between two markers of a Markdown file.
 """
 
 from __future__ import annotations

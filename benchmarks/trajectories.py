@@ -1,4 +1,4 @@
-"""Random trajectories that benchmarks share, a loss on them, and a padded update as a baseline.
+"""Random trajectories for benchmarks, a loss on them, and a padded update as a baseline.
 
 The update is padded as in TRL: all rows as wide as the longest, an attention mask, and logits of every position.
 """

@@ -2,23 +2,21 @@
 
     python -m benchmarks.update_vs_sft [--quick] [--models 1M,27M] [--processes 1,4] [--workloads short,skewed]
 
-The RL side is the whole update phase of GRPO as lightrl.Trainer runs it, with hooks, callbacks and metrics, on recorded
-trajectories, so that nothing is generated. After each of its updates the same process runs the other sides:
+The RL side is GRPO's whole update phase in lightrl.Trainer, with hooks, callbacks and metrics, on given trajectories.
+After each of its updates, the same process runs the other sides:
 
-    sft      plain fine-tuning: cross-entropy of the same loss tokens through the same ParallelModel, in the same
-             microbatches, clipped, with its own fused AdamW
-    padded   only with one process: the same in plain Hugging Face, all rows as wide as the longest, in microbatches of
-             the number of rows that was fastest
+    sft      cross-entropy of the same loss tokens, with the same ParallelModel and microbatches, clipping, fused AdamW
+    padded   only with one process: the same in plain Hugging Face, rows padded to the longest, fastest batch size
 
-The learning rates are 0, so that all sides do the same work each time. `ratio` is the time of `sft` over that of the
-update, turn by turn, so above 1 the update is faster; `cpu_ratio` is the same for processor time. Several processes are
-FSDP2 ranks, of which rank 0 measures. Each row also contains the load of the machine when it was measured.
+The learning rates are 0, so the work stays the same. `ratio` is the time of `sft` over that of the update, turn by
+turn: above 1, the update is faster; `cpu_ratio` is the same for processor time. Several processes are FSDP2 ranks, of
+which rank 0 measures. Each row also contains the machine's load.
 
 Workloads are groups of 8 trajectories: `short` has prompts of 5 tokens and completions of 2 to 4, `skewed` prompts of
 32 and completions of lengths.py up to 128, `prompts` prompts of 128 and completions of 8 to 24.
 
-`--topk 0,8,64` also measures `score_centering` with the sampler's so many most likely tokens, here random ones, and the
-bytes that they take for each token: in the iteration's trajectories, and in the update's tensors.
+`--topk 0,8,64` also measures `score_centering` with this many most likely tokens per position (random ones here), and
+their bytes per token in the trajectories and in the update's tensors.
 """
 
 from __future__ import annotations

@@ -2,14 +2,13 @@
 
     python -m benchmarks.weight_sync [--quick] [--mib 400] [--bucket-mib 64] [--repeats 3]
 
-The model is synthetic, in bfloat16, with each parameter sharded over the two trainers as by FSDP2 (a DTensor). Rank 0
-gathers bucket by bucket, while the receiver, another process, copies each bucket into its own parameters. A transfer
-ends when the receiver has everything; the content is then compared. Each transport runs in new processes, so memory
-left over from one does not help another. Extra memory is rank 0's peak above its previous size, including the first
-transfer.
+The model is synthetic, in bfloat16, with each parameter sharded over the two trainers as in FSDP2 (a DTensor). Rank 0
+gathers bucket by bucket; the receiver, another process, copies each bucket into its parameters. A transfer ends when
+the receiver has everything; the content is then compared. Each transport runs in new processes, so none benefits from
+another's memory. Extra memory is rank 0's peak above its previous size, including the first transfer.
 
     gather        no transport: the upper bound for the others
-    in_process    copied into other tensors of rank 0
+    in_process    a copy into other tensors of rank 0
     shared_memory a bucket in shared memory
     gloo          broadcast in a process group
     shm_folder    safetensors below /dev/shm

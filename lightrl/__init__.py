@@ -48,9 +48,7 @@ __version__ = "0.1.0"
 def loaded_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a package's `__getattr__`, which imports a public name's module when the name is first used.
 
-    Args:
-        package: the package's `__name__`.
-        homes: public name → module that defines it, relative to the package.
+    `homes` maps public names to the modules that define them, relative to the package.
     """
 
     def load(name: str) -> Any:
@@ -94,6 +92,7 @@ if TYPE_CHECKING:
     from lightrl.callbacks import (
         DynamicSampling,
         EvaluationCommand,
+        ExpertBalance,
         HuggingFaceExport,
         LearningCurve,
         PrometheusMetrics,
@@ -147,7 +146,7 @@ _NAMES = {
     "engines": ["RolloutEngine", "LocalEngine", "FakeEngine", "SGLangEngine", "VLLMEngine"],
     "callbacks": ["RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
         "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
-        "PrometheusMetrics", "RunCost", "EvaluationCommand"],
+        "PrometheusMetrics", "RunCost", "EvaluationCommand", "ExpertBalance"],
 }  # fmt: skip
 _HOMES = {name: package for package, names in _NAMES.items() for name in names}
 
@@ -161,7 +160,7 @@ __all__ = [
     "RetryWithFeedback", "ToolEnvironment", "AgentWorkflow", "RolloutEngine", "LocalEngine", "FakeEngine",
     "SGLangEngine", "VLLMEngine", "RLCallback", "WeightSync", "StalenessControl", "DynamicSampling", "PromptCurriculum",
     "RolloutMetrics", "RolloutProgressBar", "TrajectoryLog", "Trace", "LearningCurve", "HuggingFaceExport",
-    "PrometheusMetrics", "RunCost", "EvaluationCommand",
+    "PrometheusMetrics", "RunCost", "EvaluationCommand", "ExpertBalance",
 ]  # fmt: skip
 
 __getattr__ = loaded_on_first_use(__name__, _HOMES)

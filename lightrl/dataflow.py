@@ -1,4 +1,4 @@
-"""ModelCalls and their graph: which model computes which keys from which inputs. A run first checks the graph.
+"""ModelCalls and their graph: which model computes which keys from which inputs. Each run checks its graph first.
 
     generate ─┬─► reward ─────┐
               ├─► reference ──┤
@@ -46,14 +46,14 @@ class ModelCall:
     kind: Kind = "infer"
     inputs: tuple[str, ...] = ()  # keys that the call needs
     outputs: tuple[str, ...] = ()  # keys that the call produces; a new name becomes an extra
-    microbatch_tokens: int | None = None  # None uses the module's
+    microbatch_tokens: int | None = None  # None uses the module's setting
     run: Callable[..., Any] | None = field(default=None, compare=False)
     after: tuple[str, ...] = ()  # names of calls that must finish first although this call does not read their outputs
     timeout_s: float = 1800.0  # deadline of a call without a role
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
-    # Rank 0's trajectories → the prompt to read for each (OtherPrompts); a call `after` it may add other rows.
+    # Maps rank 0's trajectories to the prompts to read (OtherPrompts); a call `after` this one may add other rows.
     prompts: Callable[..., Any] | None = field(default=None, compare=False)
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
@@ -83,7 +83,7 @@ class ModelCall:
 
 
 class ModelSource(Protocol):
-    """The place of a role's model: the server at `url`, or the trainer."""
+    """Where a role's model runs: on the server at `url`, or in the trainer if `url` is None."""
 
     @property
     def url(self) -> str | None: ...
@@ -96,7 +96,6 @@ class DataFlowGraph:
     """Model calls, sorted into an order in which they can run. Edges come from the keys and from `after`.
 
     Args:
-        calls: the model calls, in any order.
         roles: the names of the module's models.
         given: keys that exist before any call, for example those of a trajectory file.
 
@@ -132,7 +131,7 @@ class DataFlowGraph:
     def before_rewards(self) -> set[str]:
         """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
 
-        Empty if a call other than the advantages reads rewards, because that call would have to wait for rewards too.
+        Empty if any call except the advantages reads rewards, because that call would have to wait for rewards too.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # in an order in which they can run
@@ -147,6 +146,7 @@ class DataFlowGraph:
         for call in calls:
             for key in call.outputs:
                 other = producers.get(key) or ("the rollout" if key in self.given else None)
+                # A call with `prompts` may fill in rows that a call in its `after` left out.
                 if other is not None and (call.prompts is None or other not in call.after):
                     raise ValueError(
                         f"Model call {call.name!r} produces {key!r}, but {other!r} already does. Rename the key."
@@ -256,11 +256,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
 
 
 def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
-    """Returns the call, with the URL of the role's server if there is one.
-
-    Raises:
-        ValueError: if a server cannot compute the outputs.
-    """
+    """Adds the URL of the role's server, if any, to the call; raises ValueError if a server cannot compute the call."""
     if source is None or source.url is None:
         return call
     url, is_scalar = source.url, source.head == "scalar"

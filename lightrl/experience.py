@@ -31,9 +31,9 @@ Reduction = Literal["sum", "max"]  # how values are reduced over ranks
 class Experience:
     """Trajectories as tensors. Frozen: each phase adds fields with `with_tensors`.
 
-    `columns` holds data that travels with tokens, and `extras` holds the outputs of the user's model calls. Both are
-    read as `experience["key"]`, and every copy keeps them. Rows keep the rollout's (prompt, sample) order. Images are
-    stored once and shared by all selections; `image_rows` lists each row's images.
+    Columns (data that travels with tokens) and extras (outputs of the user's model calls) are read as
+    `experience["key"]`, and copies keep both. Rows keep the rollout's (prompt, sample) order. Images are stored once
+    and shared by all selections; `image_rows` lists each row's images.
     """
 
     token_ids: Tensor  # int64 [B, T], 0 in padding
@@ -157,7 +157,7 @@ class Experience:
         return torch.arange(len(self))
 
     def total(self, values: Tensor, operation: Reduction = "sum") -> Tensor:
-        """Reduces values that each rank computed from its `local` over all ranks, by sum or maximum."""
+        """Returns the sum or maximum over all ranks of values that each rank computed from its `local`."""
         return values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns a copy on this device, without waiting; `on_host` of a field still returns the original."""
+        """Returns a copy on this device, without waiting; `on_host` still returns the original of a field."""
         target = torch.device(device)
         moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
@@ -254,7 +254,7 @@ def rollout_fields() -> frozenset[str]:
 
 
 def is_table(name: str) -> bool:
-    """Whether the field is one table for all rows; a different field maps rows to the table's entries."""
+    """Whether the field is a table for all rows, whose entries another field assigns to rows."""
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 
@@ -303,13 +303,12 @@ def check_shape(name: str, tensor: Tensor, num: int, width: int) -> None:
 def fields_of(
     trajectories: Sequence[Trajectory], *, has_rewards: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
-    """Returns an Experience's fields [B], and for each per-token field one numpy array per trajectory.
+    """Returns an Experience's fields [B], and each per-token field as one numpy array per trajectory.
 
     Without `has_rewards`, all rewards are NaN, since they may still be pending.
 
     Raises:
-        ValueError: see `Experience.from_trajectories`; or if a column's width differs between trajectories, because
-            they come from different models.
+        ValueError: see `Experience.from_trajectories`; or if a column's width differs between models' trajectories.
     """
     check_trajectories(trajectories, has_rewards=has_rewards)
     rows: dict[str, list[Any]] = {}
@@ -331,18 +330,18 @@ def fields_of(
 
 
 def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str, list[Any]]]:
-    """Returns the rewards, float32 [B], and, if any row has rewards per token, an array of these for every row."""
+    """Returns the rewards, float32 [B], and, if any row has rewards per token, the rows of `token_rewards`."""
     rewards = torch.tensor([item.reward for item in trajectories], dtype=torch.float32)
-    if all(item.rewards is None for item in trajectories):  # ranks other than 0 have no tokens to check
+    if all(item.rewards is None for item in trajectories):  # also on ranks other than 0, which have no tokens to check
         return rewards, {}
     check_trajectories(trajectories)
     return rewards, {"token_rewards": REWARDS.rows(trajectories) or []}
 
 
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
-    """Builds a column's fields of an Experience: one tensor [B, T, ...] (int32 becomes int64), or three if it is coded.
+    """Builds a column's fields of an Experience: a tensor [B, T, ...], where int32 becomes int64.
 
-    The three are the concatenated codes of all rows, and the start and size, in bytes, of each row's codes, [B].
+    A coded column has three: all rows' codes, concatenated, and the start and size of each row's codes, in bytes, [B].
     """
     column = column_of(field)
     assert column is not None

@@ -1,7 +1,7 @@
 """RLModule: the hooks of a run. The user writes a reward and a loss; all other hooks have defaults.
 
-One iteration calls, in this order: the workflow and `reward` for each trajectory, `model_calls`, `advantages` once for
-the whole iteration, and `loss` for each microbatch of each minibatch.
+An iteration runs the workflow and `reward` for each trajectory, then the `model_calls`, `advantages` once for all
+trajectories, and `loss` for each microbatch of each minibatch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TrainedModule(L.LightningModule):
             return False
 
     def add_schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Adds the module's warm-up and decay to an optimizer; returns what `configure_optimizers` may return."""
+        """Adds the module's warm-up and decay to an optimizer; returns the result for `configure_optimizers`."""
         raise NotImplementedError(f"{type(self).__name__} must define add_schedule.")
 
 
@@ -115,8 +115,7 @@ class RLModuleSettings(SharedSettings, total=False):
 class RLModule(TrainedModule):
     """A policy, its reward and its loss. Subclass it and write `reward` and `loss`; everything else has a default.
 
-    The framework packs, masks, sums and divides: `loss` gets [B, T] tensors and returns [B, T] tensors, calls no model
-    and normalizes nothing.
+    The framework packs, masks and normalizes: `loss` maps [B, T] tensors to [B, T] tensors, and calls no model.
 
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
@@ -138,8 +137,8 @@ class RLModule(TrainedModule):
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
         microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it
             and, with several ranks per model, a single larger loss unit.
-        loss_reduction: `token` Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B, `fixed` Σ/(B·max_new_tokens); the minibatch has N trained
-            tokens and B trajectories.
+        loss_reduction: over a minibatch's N trained tokens and B trajectories, `token` is Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B,
+            and `fixed` Σ/(B·max_new_tokens).
         optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
         lr: learning rate of the default optimizer.
         betas: the default AdamW's decay rates for the two moments.
@@ -163,8 +162,7 @@ class RLModule(TrainedModule):
         "reward_memory_mib", "reward_recycle_after", "max_failed_fraction", "loss_unit", "optimizer",
         "needs_entropy_gradient",
     })  # fmt: skip
-    # Whether `loss` reads `experience.proximal_logprobs`, and whether it backpropagates through `outputs.entropy`.
-    # If False, this computation is skipped.
+    # Whether `loss` reads `proximal_logprobs`, and whether it uses the gradient of `outputs.entropy`; False saves time.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
     # Whether `advantages` compares the trajectories of a group, which must then have at least two.
@@ -338,8 +336,8 @@ class RLModule(TrainedModule):
         """Returns the loss of each token [B, T] or trajectory [B] under `loss`, and metrics of either shape by name.
 
         Metrics are averaged; a pair `(values, weights)` gives the weighted mean Σ w·v / Σ w. `ess_weights` [B, T] are
-        the factors by which the loss multiplies each token's policy gradient, 0 for tokens without gradient. They give
-        the metric `ess_fraction`; without them, it is computed from policy ÷ behavior.
+        the factors by which the loss multiplies each token's policy gradient, 0 for tokens without gradient. They are
+        used to compute the metric `ess_fraction`; without them, policy ÷ behavior is used.
 
         Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
@@ -357,8 +355,8 @@ class RLModule(TrainedModule):
     def row_weights(self, row_tokens: Tensor, trees: Tensor) -> Tensor | None:
         """Returns a weight for each row's loss. A row is a conversation; a trajectory with subagents has several rows.
 
-        None, the default, gives each row the weight 1: a trajectory counts once, however many rows it has, and its
-        tokens count equally. A token shared by several rows belongs to the first. Per-trajectory losses get no weights.
+        None, the default, weights all rows by 1: a trajectory counts once, however many rows it has, and its tokens
+        count equally. A token shared by several rows belongs to the first. Losses per trajectory are not weighted.
 
         Args:
             row_tokens: int64 [R], the number of trained tokens in each row of a microbatch.
@@ -438,7 +436,7 @@ class RLModule(TrainedModule):
         The graph is rebuilt only if the module's calls, models or sampling have changed.
 
         Args:
-            from_file: True if trajectories come from a file, so nothing is generated and no reward is computed.
+            from_file: trajectories come from a file, so nothing is generated and no reward is computed.
 
         Raises:
             ValueError: if the calls do not form a valid graph (see DataFlowGraph), or a server cannot compute a call.
@@ -461,7 +459,6 @@ class RLModule(TrainedModule):
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The policy's tokenizer."""
         tokenizer = self.policy_spec.load_tokenizer()
         if tokenizer.eos_token_id is None and not self.sampling.stop_token_ids:
             raise ValueError(
@@ -480,7 +477,7 @@ class RLModule(TrainedModule):
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     def complete_template(self, template: ChatTemplate) -> None:
-        """Gives a workflow's template the policy's image reader and the tokens that end the policy's turns."""
+        """Sets a template's image reader and adds the tokens that end the policy's turns."""
         template.image_reader = self.image_reader
         for source, token_ids in self.stop_token_ids().items():
             template.end_token_ids.update(token_ids if source != "sampling" else ())
@@ -501,9 +498,10 @@ class RLModule(TrainedModule):
         context = self.context_tokens
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
+            name = "sampling" if longest == self.sampling.max_new_tokens else "validation_sampling"
             raise ValueError(
-                f"sampling.max_new_tokens={longest} leaves no token for a prompt in the context of {context} tokens "
-                f"(with longrope, {LONGROPE_LENGTH}). Lower it."
+                f"{name}.max_new_tokens={longest} leaves no room for a prompt: the model's context is {context} tokens "
+                f"(for longrope models, {LONGROPE_LENGTH}). Lower max_new_tokens."
             )
         return None if context is None else context - longest
 
@@ -514,7 +512,6 @@ class RLModule(TrainedModule):
 
     @property
     def is_attached(self) -> bool:
-        """Whether a trainer runs this module."""
         try:
             return self.trainer is not None
         except RuntimeError:
@@ -563,7 +560,7 @@ class RLModule(TrainedModule):
         return groups
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs as Lightning does, but takes a tenth of the time for plain numbers of the current iteration.
+        """Logs as Lightning does, but ten times as fast for plain numbers of the current iteration.
 
         The default `batch_size` is the number of trajectories; Lightning would infer it from tensors.
 

@@ -30,15 +30,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightrl.algorithms import AdaptiveKL, ReferenceKL
-from lightrl.callbacks import (
-    DynamicSampling,
-    PromptCurriculum,
-    RLCallback,
-    RolloutMetrics,
-    RolloutProgressBar,
-    StalenessControl,
-    WeightSync,
-)
+from lightrl.callbacks import RLCallback, RolloutMetrics, RolloutProgressBar, StalenessControl, WeightSync
 from lightrl.callbacks.progress import ModelLines
 from lightrl.callbacks.run_files import ProblemLog, RunFiles, StatusFile, TimedCheckpoint, keep_slashes_out
 from lightrl.callbacks.weight_sync import check_no_overlap
@@ -80,7 +72,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 log = logging.getLogger(__name__)
-# Whenever a Trainer is created, Lightning advertises its cloud and says that there is no TPU.
+# Each new Trainer makes Lightning advertise its cloud and report that there is no TPU.
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
     lambda line: not any(text in line.getMessage() for text in ("Tip: For", "TPU available: False"))
 )
@@ -111,7 +103,7 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
 
 
 def ignore_srun_advice() -> None:
-    """Hides, outside Slurm jobs, Lightning's advice to use `srun`."""
+    """Hides Lightning's advice to use `srun`, except in Slurm jobs."""
     if "SLURM_JOB_ID" not in os.environ:
         warnings.filterwarnings("ignore", "The `srun` command is available", UserWarning)
 
@@ -124,7 +116,7 @@ def set_device_defaults(flags: LightningSettings) -> None:
     elif accelerator in ("auto", "gpu", "cuda") and flags.get("precision") is None and not flags.get("plugins"):
         flags["precision"] = "bf16-mixed"
         torch.set_float32_matmul_precision("high")
-        log.info("precision is bf16-mixed on a GPU, with TF32 for float32 products; trainer.precision changes it.")
+        log.info("Using bf16-mixed precision, and TF32 for float32 products. Set trainer.precision to change this.")
 
 
 class LightningSettings(TypedDict, total=False):
@@ -200,7 +192,7 @@ class Trainer(RLTrainer):
                 f"accelerator=gpu needs a GPU, but torch {torch.__version__} sees none. Set accelerator to auto or "
                 "cpu, or install a torch build that fits the driver (nvidia-smi shows whether there is one)."
             )
-        if not (logger := logging.getLogger("lightrl")).hasHandlers():  # Lightning shows its own lines in the same way
+        if not (logger := logging.getLogger("lightrl")).hasHandlers():  # as Lightning does for its own logger
             logger.addHandler(logging.StreamHandler())
             logger.setLevel(logger.level or logging.INFO)
             logger.propagate = False
@@ -233,7 +225,7 @@ class Trainer(RLTrainer):
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._new_folders: list[Path] = []  # created for this run, until it has started
         self._held: list[Path] = []  # locked for this run
-        self._muted: list[Any] = []  # checkpoint callbacks that must not save on exceptions until a stage runs
+        self._muted: list[Any] = []  # checkpoint callbacks whose saving on exceptions is off until a stage runs
         self._hook_calls: deque[tuple[str, tuple[object, ...]]] = deque()
         if type(self.strategy.checkpoint_io) is TorchCheckpointIO:
             self.strategy.checkpoint_io = AtomicCheckpointIO()
@@ -253,7 +245,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all callbacks get `on_policy_updated` before `on_weights_synced`, which WeightSync calls in the former.
+        So all callbacks get `on_policy_updated` before `on_weights_synced`, which WeightSync calls inside the former.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -277,7 +269,7 @@ class Trainer(RLTrainer):
         """The run's folder, where callbacks write too. All ranks must read it together, because it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
-        or MLflow, all runs share a folder. This is the folder of the first logger that has one per run, otherwise
+        or MLflow, all runs share a folder. This is the folder of the first TensorBoard or CSV logger, otherwise
         save_dir/name/version, as for ModelCheckpoint. MLflow on a server has no save_dir.
         """
         loggers: list[Any] = [*self.loggers]
@@ -285,7 +277,7 @@ class Trainer(RLTrainer):
         folder = None
         if file_logger is not None:
             version, folder = file_logger._version, file_logger.log_dir
-            file_logger._version = version  # `log_dir` sets it, but only `_claim_folders` knows which one is free
+            file_logger._version = version  # reading `log_dir` sets it, but only `_claim_folders` may choose one
         elif loggers and self.is_global_zero:
             _ = loggers[0].experiment  # sets the version
             name, version = str(loggers[0].name), loggers[0].version
@@ -303,7 +295,7 @@ class Trainer(RLTrainer):
         if self.restoring is not None:
             raise RuntimeError(
                 f"This trainer's last fit failed while it resumed from {self.restoring}, so its counters and "
-                "callbacks may be in the checkpoint's state. Create a new Trainer and new callbacks."
+                "callbacks may be partly restored. Create a new Trainer and new callbacks."
             )
         given = (*args, *kwargs.values())
         is_recorded = any(hasattr(data, "recorded_groups") for data in given)
@@ -335,7 +327,7 @@ class Trainer(RLTrainer):
         needs_rewards: bool = True,
         is_fit: bool = False,
     ) -> Iterator[None]:
-        """Checks, before any model is built, that trainer and module fit together; hides irrelevant warnings inside."""
+        """Checks, before any model is built, that trainer and module fit together; inside, hides intended warnings."""
         if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, all others would wait for it
             check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
@@ -361,7 +353,7 @@ class Trainer(RLTrainer):
                     self._stage.start_reward_worker(module)
                 yield
             except LightRLError:
-                self._new_folders = []  # logs and traceback explain it
+                self._new_folders = []  # keep them: their logs explain the error
                 raise
             except SystemExit as error:  # a supervisor must see that the run did not finish, and why
                 if isinstance(error, SIGTERMException):
@@ -380,7 +372,7 @@ class Trainer(RLTrainer):
                     ) from error
                 raise
             finally:
-                self._stage.close()  # if the stage did not start, or a second Ctrl-C interrupted its close
+                self._stage.close()  # again, if the stage did not start or a second Ctrl-C interrupted its close
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
                 for folder in self._new_folders:  # the run did not start
                     shutil.rmtree(folder, ignore_errors=True)
@@ -475,7 +467,7 @@ class Trainer(RLTrainer):
         return saving
 
     def save_checkpoint(self, filepath: Any, weights_only: bool | None = None, storage_options: Any = None) -> Any:
-        """Saves a checkpoint as Lightning does; returns whether it could."""
+        """Saves a checkpoint as Lightning does; returns whether it was saved."""
         if self.rollout_loop.resume.why_no_checkpoint is not None:
             self._warn_of_no_checkpoint(filepath)
         elif isinstance(self.lightning_module, RLModule) and not hasattr(self.lightning_module, "policy"):
@@ -523,7 +515,7 @@ class Trainer(RLTrainer):
             self.callbacks.append(TimedCheckpoint(saving[0].dirpath))
 
     def _check_folders(self) -> None:
-        """Raises ValueError if this run cannot write to one of its folders, before results could be lost."""
+        """Raises ValueError if this run cannot write to one of its folders."""
         folders: list[Any] = [getattr(logger, "save_dir", None) or self.default_root_dir for logger in self.loggers]
         for folder in folders:  # callbacks write there too
             check_local(save_dir=folder)
@@ -554,7 +546,7 @@ class Trainer(RLTrainer):
                 while not self._is_created(Path(logger.log_dir)):
                     logger._version = logger.version + 1
                 versions[root] = logger.version
-                _ = logger.experiment  # now, because CSVLogger's warns about files of other loggers
+                _ = logger.experiment  # now, because a CSVLogger warns if another logger has written files
         for callback in self.checkpoint_callbacks if self.state.fn == TrainerFn.FITTING else ():
             if not isinstance(callback, ModelCheckpoint) or "://" in str(callback.dirpath):
                 continue
@@ -568,7 +560,6 @@ class Trainer(RLTrainer):
                 self._hold(Path(self.default_root_dir, output), f"{type(writer).__name__} in default_root_dir")
 
     def _is_created(self, log_dir: Path) -> bool:
-        """Creates a run's folder; returns False if it exists."""
         folder = next(place for place in (log_dir, *log_dir.parents) if place.name.startswith("version_"))
         try:
             folder.mkdir(parents=True)
@@ -596,7 +587,8 @@ class Trainer(RLTrainer):
 
     def _check_callbacks(self) -> None:
         required = (WeightSync, StalenessControl, RolloutMetrics)
-        for kind in (*required, DynamicSampling, PromptCurriculum):
+        kinds = (kind for callback in self.callbacks for kind in type(callback).__mro__)
+        for kind in (*required, *(kind for kind in kinds if vars(kind).get("is_single"))):
             num = sum(isinstance(callback, kind) for callback in self.callbacks)
             if num > 1 or (num == 0 and kind in required):
                 raise ValueError(f"A trainer takes one {kind.__name__} callback, got {num}.")

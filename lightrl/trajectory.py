@@ -1,8 +1,6 @@
-"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group. Plain Python: reward workers import neither
-torch nor numpy.
+"""The records of a rollout: Prompt, Sampling, Turn, Trajectory, Group; reward workers read them without torch or numpy.
 
-A trajectory has two encodings: `to_bytes` for other processes and checkpoints, and a line of JSON (`encode_json`) for
-files that people read.
+A trajectory has two encodings: `to_bytes` for processes and checkpoints, `encode_json` for files that people read.
 
 T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries, each aligned to the
 token it describes. Logprobs are in nats.
@@ -28,16 +26,13 @@ from lightrl.columns import TOKENS, TokenArray, as_columns, registered, reserve
 FinishReason = Literal["stop", "length", "abort"]
 
 JsonObject: TypeAlias = dict[str, Any]  # a chat message, the columns of a row, a schema, a state
-JsonMapping: TypeAlias = Mapping[str, Any]  # a JsonObject that is only read
+JsonMapping: TypeAlias = Mapping[str, Any]  # a read-only JsonObject
 
 
 class Attached(TypedDict, total=False):
-    """What the policy reads besides token ids, as keyword arguments of `generate`; keys without a value are left out.
+    """What the policy reads besides token ids (which contain placeholders), as keyword arguments of `generate`."""
 
-    `token_ids` contains the placeholder tokens.
-    """
-
-    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then those of observations
+    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then those of observations; absent if none
 
 
 @dataclass(frozen=True)
@@ -201,8 +196,8 @@ class Sampling:
         max_new_tokens: token limit of a completion; each turn has one completion.
         min_new_tokens: no stop token is sampled before this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
-        topk_logprobs: record the ids and logprobs of this many most likely tokens at each sampled token, for
-            `score_centering`; they take 8 bytes each.
+        topk_logprobs: record this many most likely tokens and their logprobs at each sampled token (8 bytes each), for
+            `score_centering`.
         seed: int64; seed and position determine a token's random number. A run sets the seed for each request.
         grammar: XGrammar's structural tag as JSON, which a workflow sets for a request; top_k=-1 then keeps 64 tokens.
     """
@@ -238,7 +233,7 @@ class Sampling:
             raise ValueError(f"A grammar needs min_new_tokens=0, got {self.min_new_tokens}.")
 
     def with_seed(self, seed: int) -> Sampling:
-        """Returns a copy with this seed, without checking the other fields again."""
+        """Returns a copy with this seed; does not check the other fields again."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self), seed=seed)
         return copy
@@ -251,7 +246,7 @@ class Sampling:
     @property
     def max_support(self) -> int:
         """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
-        most = 64 if self.grammar else MAX_SUPPORT  # unlikely tokens tie, and a grammar may allow all in free text
+        most = 64 if self.grammar else MAX_SUPPORT  # a grammar may allow every token in free text; unlikely ones tie
         return self.top_k if self.top_k != -1 or not self.is_truncated else most
 
 
@@ -281,7 +276,6 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
     ends = [*starts[1:], num_tokens]
 
     def spans_to(end: int) -> list[Span]:
-        """Returns the conversation up to `end`, as spans."""
         spans: list[Span] = []
         while end > 0:
             part = bisect_right(starts, end - 1) - 1
@@ -316,8 +310,8 @@ class Trajectory:
     sample: int  # index in the group, 0 to G - 1
     token_ids: Sequence[int]  # int32 [T]
     loss_mask: Sequence[bool]  # [T], True where the policy generated the token and trains on it
-    behavior_logprobs: Sequence[float]  # float32 [T], within the token's support; 0 where the policy did not generate
-    weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 elsewhere
+    behavior_logprobs: Sequence[float]  # float32 [T], normalized over the token's support; 0 for tokens not generated
+    weight_versions: Sequence[int]  # int32 [T], version that sampled the token; -1 for tokens not generated
     completion_ids: Sequence[int]  # int32, token ids of the last turn, including the end token
     completion: str  # the last turn's text, without end tokens; starts with <think> if the prompt ends with it
     finish_reason: FinishReason = "stop"  # why the last turn ended: stop, length or abort
@@ -327,7 +321,7 @@ class Trajectory:
     columns: dict[str, Any] = field(default_factory=dict)
     images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)  # where the policy's completions are, in order
-    metrics: dict[str, float] = field(default_factory=dict)  # name → number, logged for the reward or the workflow
+    metrics: dict[str, float] = field(default_factory=dict)  # name → number to log, from the reward or the workflow
     workspace: str | None = None  # folder that an agent left for the reward; deleted afterwards
     agent_output: str = ""  # the last part of the agent program's output
     # Outputs of LLM judges and teachers, by key: a number, or a numpy array [T, ...].
@@ -559,8 +553,7 @@ class Group:
 def encode_json(value: object) -> bytes:
     """Encodes prompts, trajectories, or containers of these as one line of JSON.
 
-    Raises:
-        TypeError, ValueError: if JSON cannot represent a part of it.
+    Raises TypeError or ValueError for a part that JSON cannot represent.
     """
     # A lone surrogate, which UTF-8 cannot encode, becomes JSON's \udxxx, which is decoded to the same character.
     return _ENCODER.encode(value).encode(errors="backslashreplace")

@@ -1,8 +1,7 @@
-"""CachedFolder: a folder below ~/.cache/lightrl that a script in a folder next to this file fills once.
+"""CachedFolder: a folder below ~/.cache/lightrl that a build script fills once.
 
-Its name ends with the hash of its recipe, so a changed recipe gets a new folder. The last file written is READY; a
-folder without it is removed and built again. If several processes build it, one builds and the others wait. Standard
-library only.
+Its name ends with a hash of its recipe, so a changed recipe gets a new folder. The file READY is written last; a folder
+without it is removed and rebuilt. If several processes build it, one builds and the others wait. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ class CachedFolder:
     Args:
         name: the folder's name before the hash, such as `sglang-cpu`.
         recipe: everything that determines the folder's content.
-        variable: the environment variable that names another folder than ~/.cache/lightrl.
+        variable: the environment variable that replaces ~/.cache/lightrl.
         cost: space and time of a build, as text.
         ready: name of the READY file.
-        result: path below the folder that is printed.
+        result: the path, below the folder, that `build` returns and the script prints.
     """
 
     name: str
@@ -47,17 +46,17 @@ class CachedFolder:
     result: str = "bin/python"
 
     def path(self) -> Path:
-        """Returns the path of the folder, whether it is built or not."""
+        """Returns the folder's path, built or not."""
         cache = Path(os.environ.get(self.variable) or "~/.cache/lightrl").expanduser()
         return cache / f"{self.name}-{hashlib.sha256(self.recipe).hexdigest()[:12]}"
 
     def find(self) -> Path | None:
-        """Returns the result; None if it is not built, or only partly."""
+        """Returns the result, or None if the folder is missing or incomplete."""
         folder = self.path()
         return folder / self.result if (folder / self.ready).is_file() else None
 
     def build(self, fill: Callable[[Path], object], *, has_link: bool = False) -> Path:
-        """Returns the result, after `fill` if it is not built; with `has_link`, also links `name` to the folder."""
+        """Calls `fill` if necessary and returns the result; with `has_link`, also links `name` to the folder."""
         folder = self.path()
         folder.parent.mkdir(parents=True, exist_ok=True)
         with (folder.parent / f"{self.name}.lock").open("w") as lock:
@@ -103,14 +102,14 @@ class CachedFolder:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """Returns the parser of a build script, with --check."""
+    """Returns a build script's argument parser, which has --check."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--check", action="store_true", help="only find it; exit code 1 if it is not built")
     return parser
 
 
 def new_environment(folder: Path) -> Path:
-    """Creates a Python environment and returns its python."""
+    """Creates a Python environment and returns its interpreter."""
     venv.create(folder, with_pip=True, symlinks=True)  # a copied python may not find its shared libraries
     return folder / "bin" / "python"
 

@@ -22,11 +22,11 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 WHEELS = ROOT / ".gpu_wheels"
-LIMIT_S = 580  # of a section
+LIMIT_S = 580  # time limit of a section
 IS_CPU = os.environ.get("LIGHTRL_GPU_DEVICE") == "cpu"
 
-# Packages that a machine with CUDA's torch, transformers and lightning lacks, or has in an older release (second half);
-# constraints.txt has the versions.
+# Packages that a machine with CUDA's torch, transformers and lightning lacks (first half) or has in an older release
+# (second half); constraints.txt has the versions.
 PACKAGES = (
     "datasets", "dill", "docstring-parser", "jsonargparse", "jsonschema",
     "jsonschema-specifications", "multiprocess", "referencing", "rpds-py",
@@ -68,10 +68,10 @@ SECTIONS: dict[str, tuple[str, list[str], list[str]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pack", nargs="*", metavar="NAME", help="and these packages")
+    parser.add_argument("--pack", nargs="*", metavar="NAME", help="download wheels, also of these packages")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--list", action="store_true")
-    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is given")
+    parser.add_argument("sections", nargs="*", help=f"from {', '.join(SECTIONS)}; default: all")
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.sections) - SECTIONS.keys())
     if unknown:
@@ -95,11 +95,11 @@ def pack(more: Sequence[str]) -> None:
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(WHEELS), *wanted], check=True)
     wheels = sorted(WHEELS.glob("*.whl"))
     size = sum(wheel.stat().st_size for wheel in wheels) / 2**20
-    print(f"{len(wheels)} wheels, {size:.0f} MiB, in {WHEELS}. Carry the folder with the repository.")
+    print(f"{len(wheels)} wheels, {size:.0f} MiB, in {WHEELS}. Copy the folder with the repository.")
 
 
 def install_missing(folder: Path) -> list[str]:
-    """Installs the carried wheels whose packages are missing or older here; returns their names."""
+    """Installs the packed wheels whose packages are missing or older here; returns their file names."""
     missing = []
     for wheel in sorted(WHEELS.glob("*.whl")) if WHEELS.is_dir() else []:
         name, version = wheel.name.split("-")[:2]
@@ -138,7 +138,7 @@ print(json.dumps({
 
 
 def machine(env: dict[str, str]) -> dict[str, Any]:
-    """Describes the machine and its versions; exits with the error if lightrl cannot be imported."""
+    """Returns the machine and its versions; exits with the error if lightrl cannot be imported."""
     done = subprocess.run([sys.executable, "-c", _MACHINE], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(
@@ -146,7 +146,7 @@ def machine(env: dict[str, str]) -> dict[str, Any]:
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if found["gpu"] is None and not IS_CPU:
-        raise SystemExit("torch finds no GPU here. LIGHTRL_GPU_DEVICE=cpu tries the checks on the CPU.")
+        raise SystemExit("torch finds no GPU here. LIGHTRL_GPU_DEVICE=cpu runs the checks on the CPU.")
     return {**found, "python": platform.python_version(), "source": source_digest()}
 
 
@@ -169,7 +169,7 @@ def run(names: Sequence[str], *, only_check: bool) -> None:
         name = re.sub(r"\W+", "-", about["gpu"] or f"cpu-{platform.machine()}").strip("-").lower()
         path = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "gpu") / f"{name}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
-        if report.get("machine") != about:  # other code or another machine: the old report is dropped
+        if report.get("machine") != about:  # other code or another machine: start a new report
             report = {"machine": about, "sections": {}}
         for name in names:
             report["sections"][name] = section(name, env)

@@ -1,7 +1,7 @@
 """Measures the code that a warm iteration of the quickstart runs (measure D): `python scripts/iteration.py`.
 
-Prints how many of the package's functions (with lambdas and comprehensions), lines and files all threads enter; then
-the files in the order in which the iteration enters them, each with its lines and named functions.
+Prints how many functions (including lambdas and comprehensions), lines and files of the package all threads enter; then
+lists the files in order of entry, with their lines and named functions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from types import CodeType, FrameType
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))  # for the quickstart's task
 PACKAGE = str(REPOSITORY / "lightrl")
-START = "RolloutLoop.run"  # the function that an iteration begins with
-WARM = 4  # the traced iteration, from 1; earlier ones have filled every cache
+START = "RolloutLoop.run"  # the first function of an iteration
+WARM = 4  # the iteration to trace, from 1; the earlier ones fill every cache
 
 
 class Tracer:
@@ -41,7 +41,7 @@ class Tracer:
 
 
 def lines_of(code: CodeType) -> set[int]:
-    """Returns the lines of a function, from its first decorator, with those of nested functions."""
+    """Returns the lines of a function, including its decorators and nested functions."""
     lines = {line for *_, line in code.co_lines() if line is not None} | {code.co_firstlineno}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -28,47 +28,47 @@ class Leaf(NamedTuple):
 
 
 LEAVES = {
-    "supervised": Leaf("algorithms/supervised", 469, "lightrl.SFT",
+    "supervised": Leaf("algorithms/supervised", 468, "lightrl.SFT",
         "algorithms/supervised", "algorithms.md#from-demonstrations-and-pairs"),
-    "relatives": Leaf("algorithms/relatives.py", 554, "lightrl.DAPO",
+    "relatives": Leaf("algorithms/relatives.py", 553, "lightrl.DAPO",
         "algorithms/test_relatives.py", "algorithms.md#policy-gradients-with-a-baseline-instead-of-a-critic"),
-    "turns": Leaf("algorithms/turns.py", 143, "lightrl.GiGPO",
+    "turns": Leaf("algorithms/turns.py", 160, "lightrl.GiGPO",
         "algorithms/test_turns.py", "algorithms.md#credit-for-each-turn"),
     "Muon": Leaf("models/muon.py", 119, "Muon",
         "models/test_muon.py models/muon_run.py", "algorithms.md#muon"),
-    "PPO": Leaf("algorithms/ppo.py", 303, "lightrl.PPO",
+    "PPO": Leaf("algorithms/ppo.py", 300, "lightrl.PPO",
         "algorithms/test_ppo.py", "algorithms.md#ppo-a-critic-instead-of-a-group"),
-    "completed prompts": Leaf("data/completions.py", 560, "lightrl.SFTDataModule",
+    "completed prompts": Leaf("data/completions.py", 554, "lightrl.SFTDataModule",
         "data/test_pairs.py data/test_supervised.py", "bring-your-data.md#chats-and-pairs"),
     "tasks": Leaf("data/tasks.py", 214, "lightrl.data.tasks.Task",
         "trainer/test_tasks.py", "bring-your-data.md#each-source-its-own-task"),
     "recorded trajectories": Leaf("data/trajectories.py", 87, "lightrl.TrajectoryDataModule",
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
-    "distillation": Leaf("algorithms/distillation.py", 288, "lightrl.Distillation",
+    "distillation": Leaf("algorithms/distillation.py", 286, "lightrl.Distillation",
         "algorithms/test_distillation.py trainer/test_teachers.py", "algorithms.md#from-a-teacher"),
-    "3D": Leaf("strategies/parallel_3d", 1630, "lightrl.Parallel3DStrategy",
+    "3D": Leaf("strategies/parallel_3d", 1754, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
-    "fast decoder": Leaf("engines/local/fast", 773, "fast decoder",
+    "fast decoder": Leaf("engines/local/fast", 771, "fast decoder",
         "engines/test_kernels.py", "performance.md#small-machines"),
-    "gateway": Leaf("engines/servers/gateway.py", 240, "gateway",
+    "gateway": Leaf("engines/servers/gateway.py", 235, "gateway",
         "engines/test_gateway.py", "clusters.md#which-server-a-request-goes-to"),
     "SGLang": Leaf("engines/sglang", 740, "lightrl.SGLangEngine",
         "engines/test_sglang_client.py engines/test_sglang_cpu.py engines/test_sglang_ends.py "
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
         "serve-with-sglang.md#serve-rollouts-with-sglang"),
-    "vLLM": Leaf("engines/vllm", 475, "lightrl.VLLMEngine",
+    "vLLM": Leaf("engines/vllm", 500, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
-    "fake engine": Leaf("engines/fake_engine.py", 302, "lightrl.FakeEngine",
+    "fake engine": Leaf("engines/fake_engine.py", 298, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),
     "testing": Leaf("testing", 93, "lightrl.testing.tiny_policy",
         "test_testing.py", "test-your-code.md#test-your-code"),
-    "math": Leaf("rewards/math_answer", 1182, "lightrl.rewards.math_answer",
+    "math": Leaf("rewards/math_answer", 1183, "lightrl.rewards.math_answer",
         "rewards/test_math_answer.py", "write-a-reward.md#math-answers"),
-    "code": Leaf("rewards/code_tests.py", 340, "lightrl.rewards.code_tests",
+    "code": Leaf("rewards/code_tests.py", 339, "lightrl.rewards.code_tests",
         "rewards/test_code_tests.py", "write-a-reward.md#untrusted-programs"),
-    "sandbox": Leaf("rewards/sandbox", 1830, "lightrl.rewards.LocalSandbox",
+    "sandbox": Leaf("rewards/sandbox", 1823, "lightrl.rewards.LocalSandbox",
         "rewards/test_sandbox.py", "security.md#programs-written-by-a-policy"),
     "judge": Leaf("rewards/llm_judge.py", 340, "lightrl.rewards.LLMJudge",
         "rewards/test_llm_judge.py", "write-a-reward.md#a-model-as-the-judge"),
@@ -76,55 +76,59 @@ LEAVES = {
         "rewards/test_text_rewards.py", "write-a-reward.md#text-only"),
     "reasoning-gym": Leaf("rewards/reasoning_gym.py", 102, "lightrl.rewards.reasoning_gym.reward",
         "rewards/test_reasoning_gym.py", "bring-your-data.md#reasoning-gym"),
-    "multi-turn": Leaf("workflows/multi_turn", 905, "lightrl.MultiTurn",
+    "multi-turn": Leaf("workflows/multi_turn", 877, "lightrl.MultiTurn",
         "workflows/test_multi_turn.py workflows/test_conversation.py",
         "write-an-environment.md#write-an-environment"),
-    "multi-agent": Leaf("workflows/multi_agent.py", 285, "lightrl.workflows.MultiAgent",
+    "multi-agent": Leaf("workflows/multi_agent.py", 284, "lightrl.workflows.MultiAgent",
         "workflows/test_multi_agent.py", "write-an-environment.md#several-agents"),
-    "agents' advantages": Leaf("algorithms/agents.py", 118, "agent advantages",
+    "agents' advantages": Leaf("algorithms/agents.py", 117, "agent advantages",
         "algorithms/test_agents.py", "algorithms.md#several-agents"),
     "self-play": Leaf("callbacks/self_play.py", 141, "lightrl.callbacks.self_play.SelfPlay",
         "trainer/test_self_play.py", "write-an-environment.md#self-play"),
-    "tools": Leaf("workflows/tools", 646, "lightrl.ToolEnvironment",
+    "tools": Leaf("workflows/tools", 641, "lightrl.ToolEnvironment",
         "workflows/test_tools.py workflows/test_mcp_tools.py", "write-an-environment.md#tools"),
-    "OpenEnv": Leaf("workflows/openenv.py", 264, "lightrl.workflows.OpenEnv",
+    "OpenEnv": Leaf("workflows/openenv.py", 263, "lightrl.workflows.OpenEnv",
         "workflows/test_openenv.py", "write-an-environment.md#openenv"),
-    "agents": Leaf("workflows/agent_workflow", 3294, "lightrl.AgentWorkflow",
+    "agents": Leaf("workflows/agent_workflow", 3265, "lightrl.AgentWorkflow",
         "workflows/agents", "train-an-agent.md#train-an-agent"),
-    "task folders": Leaf("workflows/task_folders", 1422, "lightrl.workflows.TaskWorkflow",
+    "task folders": Leaf("workflows/task_folders", 1437, "lightrl.workflows.TaskWorkflow",
         "workflows/task_folders", "task-folders.md#task-folders"),
-    "trajectory log": Leaf("callbacks/trajectory_log.py", 406, "lightrl.TrajectoryLog",
+    "trajectory log": Leaf("callbacks/trajectory_log.py", 402, "lightrl.TrajectoryLog",
         "callbacks/test_trajectory_log.py", "inspect.md#what-must-be-logged"),
-    "trace": Leaf("callbacks/trace", 645, "lightrl.Trace",
+    "trace": Leaf("callbacks/trace", 643, "lightrl.Trace",
         "callbacks/test_trace.py callbacks/test_trace_files.py", "inspect.md#trace"),
-    "learning curve": Leaf("callbacks/learning_curve.py", 276, "lightrl.LearningCurve",
+    "learning curve": Leaf("callbacks/learning_curve.py", 275, "lightrl.LearningCurve",
         "callbacks/test_learning_curve.py", "loggers.md#the-learning-curve"),
     "Prometheus": Leaf("callbacks/prometheus.py", 141, "lightrl.PrometheusMetrics",
         "callbacks/test_prometheus.py", "loggers.md#prometheus"),
-    "run cost": Leaf("callbacks/run_cost.py", 95, "lightrl.RunCost",
+    "run cost": Leaf("callbacks/run_cost.py", 94, "lightrl.RunCost",
         "callbacks/test_run_cost.py", "loggers.md#hours-and-price"),
     "evaluation command": Leaf("callbacks/evaluation_command.py", 196, "lightrl.EvaluationCommand",
         "trainer/test_evaluation_command.py trainer/asks_policy.py", "loggers.md#evaluate-with-other-programs"),
     "monitors": Leaf("callbacks/monitors.py", 177, "monitors",
         "trainer/test_monitors.py", "lightning-habits.md#monitored-metrics"),
+    "group selection": Leaf("callbacks/group_selection.py", 204, "lightrl.DynamicSampling",
+        "trainer/test_dynamic_sampling.py callbacks/test_curriculum.py", "async.md#settings-that-select-groups"),
     "bottleneck": Leaf("callbacks/bottleneck.py", 82, "bottleneck",
         "callbacks/test_bottleneck.py", "performance.md#what-limits-an-iteration"),
-    "export callback": Leaf("callbacks/export.py", 216, "lightrl.HuggingFaceExport",
+    "expert balance": Leaf("callbacks/expert_balance.py", 307, "lightrl.ExpertBalance",
+        "trainer/test_expert_balance.py", "models.md#balanced-experts"),
+    "export callback": Leaf("callbacks/export.py", 214, "lightrl.HuggingFaceExport",
         "callbacks/test_export.py", "share-a-model.md#at-the-end-of-a-run"),
-    "export": Leaf("commands/export.py", 300, "lightrl export",
+    "export": Leaf("commands/export.py", 290, "lightrl export",
         "commands/test_export_command.py trainer/test_push.py", "share-a-model.md#on-a-hub"),
-    "inspect": Leaf("commands/inspect", 1070, "lightrl inspect", "inspect", "inspect.md#look-at-a-run"),
+    "inspect": Leaf("commands/inspect", 1065, "lightrl inspect", "inspect", "inspect.md#look-at-a-run"),
     "init": Leaf("commands/init.py", 93, "lightrl init",
         "commands/test_init.py", "growth-path.md#start-from-an-example"),
     "status": Leaf("commands/status.py", 108, "lightrl status",
         "commands/test_status.py", "clusters.md#logs-and-status"),
-    "serve": Leaf("commands/serve.py", 428, "lightrl serve",
+    "serve": Leaf("commands/serve.py", 420, "lightrl serve",
         "commands/test_serve.py", "serve-with-sglang.md#three-ways-to-get-servers"),
-    "doctor": Leaf("commands/doctor", 1748, "lightrl doctor",
+    "doctor": Leaf("commands/doctor", 1777, "lightrl doctor",
         "commands/test_attacks.py commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
-    "memory estimate": Leaf("plan", 1681, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
-    "plan": Leaf("commands/plan.py", 426, "lightrl plan",
+    "memory estimate": Leaf("plan", 1683, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
+    "plan": Leaf("commands/plan.py", 416, "lightrl plan",
         "commands/test_plan.py", "check-a-run.md#what-a-run-needs-on-paper"),
     "intervals": Leaf("commands/intervals.py", 42, "intervals",
         "commands/test_intervals.py", "loggers.md#intervals-of-passk"),
@@ -132,9 +136,9 @@ LEAVES = {
         "commands/test_setting_help.py", "check-a-run.md#help-for-a-setting"),
     "unused settings": Leaf("commands/unused_settings.py", 95, "unused settings",
         "commands/test_unused_settings.py", "check-a-run.md#settings-without-effect"),
-    "launch": Leaf("commands/launch", 2121, "lightrl launch",
+    "launch": Leaf("commands/launch", 2105, "lightrl launch",
         "commands/test_launch.py launch", "clusters.md#how-the-plan-is-made"),
-    "convert": Leaf("commands/convert", 930, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
+    "convert": Leaf("commands/convert", 926, "lightrl convert", "convert", "coming-from-areal.md#coming-from-areal"),
 }  # fmt: skip
 
 OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns.py columns/agents.py
@@ -150,11 +154,11 @@ OPTIONS = """columns/supports.py columns/routes.py columns/topk.py columns/turns
     callbacks/probe.py callbacks/lag_probe.py callbacks/answer_check.py
     engines/servers/sync/cache_canary.py weights/block_fp8.py
     models/images.py loops/shared_tables.py models/tuning.py models/lora.py models/expert_parallel.py models/moe.py
-    models/routes.py models/hybrids.py callbacks/dynamic_sampling.py data/curriculum.py data/mixture.py data/streamed.py
+    models/routes.py models/hybrids.py data/mixture.py data/streamed.py
     rewards/length_penalty.py strategies/offload.py strategies/ranks/role_mesh.py concurrency/listener.py trace"""
 
-# Columns that travel with tokens, and what adapters change -> a pattern of the names that code uses for them. The
-# patterns leave out the verb `supports`, and routes of HTTP or of a network.
+# A column that travels with tokens, or LoRA -> a pattern of the names that code uses for it. The patterns do not match
+# the verb `supports`, nor routes of HTTP or of a network.
 NAMED = {
     "supports": r"""SUPPORTS|Supports\b|the(ir)? supports|support_\w|\w_supports\b|\bsupports(?=[\].,:=)'"`])""",
     "routes": r"""ROUTES|Routes\b|RouteLayout|\w_routes\b(?!\()|routed_experts|\broutes(?=[\].,=)'"`])""",
@@ -184,7 +188,7 @@ def num_lines(files: set[Path] | list[Path]) -> int:
 
 @cache
 def imports_of(file: Path) -> frozenset[Path]:
-    """Returns the package's files that a file imports, even for types or in functions, looking through `__init__`s."""
+    """Returns the package's files that a file imports, also for types and in functions; follows `__init__`s."""
     found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightrl":
@@ -238,7 +242,7 @@ def side_doors() -> list[str]:
 
 
 def tests_of(leaf: Leaf) -> set[Path]:
-    """Returns the test files of a leaf, and what lies beside them in folders of its own."""
+    """Returns a leaf's test files, including all Python files in its test folders."""
     paths = [REPOSITORY / "tests" / name for name in leaf.tests.split()]
     return {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
 

@@ -6,15 +6,12 @@ job Lightning would expect the job's tasks.
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import subprocess
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import forked
@@ -32,10 +29,6 @@ for name in [name for name in os.environ if name.startswith("SLURM_")]:
 forked.server.environment = dict(os.environ)
 FakeServerProcess.popen = forked.Popen
 pytest_configure = worker_pipes.pytest_configure
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-durations", action="store_true", help="to tests/durations.json, of tests over 1 s")
 
 
 def pytest_collection_finish() -> None:
@@ -92,8 +85,6 @@ def _no_task_is_left_in_a_closed_loop() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Skipped tests with a real SGLang, or its gateway, are easily overlooked among dots."""
-    if terminalreporter.config.getoption("--write-durations"):
-        _write_durations(terminalreporter)
     texts = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
     found = [text[text.index("SGLang for this") :].rstrip("')\"") for text in texts if "SGLang for this" in text]
     if found:
@@ -102,14 +93,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"!! {num} tests with SGLang's gateway were SKIPPED: pip install -c constraints.txt smg", yellow=True
         )
-
-
-def _write_durations(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds of each slow test, set-up and tear-down included, the slowest first."""
-    seconds: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds[report.nodeid] += report.duration
-    slow = {name: round(taken, 1) for name, taken in seconds.most_common() if taken >= 1}
-    Path(__file__).with_name("durations.json").write_text(json.dumps(slow, indent=1) + "\n")

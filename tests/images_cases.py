@@ -137,18 +137,13 @@ def image_trajectories(
             start, end = len(token_ids), len(token_ids) + len(said)
             found.append(
                 Trajectory(
-                    prompt=Prompt(id=f"prompt-{group}", token_ids=token_ids, images=images),
-                    group_id=group,
-                    sample=sample,
-                    token_ids=token_ids + said,
-                    loss_mask=[position >= start for position in range(end)],
+                    prompt=Prompt(id=f"prompt-{group}", token_ids=token_ids, images=images), group_id=group,
+                    sample=sample, token_ids=token_ids + said, loss_mask=[position >= start for position in range(end)],
                     behavior_logprobs=[0.0] * start + [-1.0] * len(said),
-                    weight_versions=[-1] * start + [0] * len(said),
-                    completion_ids=said,
-                    completion="",
+                    weight_versions=[-1] * start + [0] * len(said), completion_ids=said, completion="",
                     reward=draw.random(),
                 )
-            )
+            )  # fmt: skip
     return found
 
 

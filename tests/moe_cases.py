@@ -21,12 +21,7 @@ VOCABULARY = 17
 _CHANGES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "glm4_moe": {"n_group": 2},
-    "gemma4_text": {
-        "enable_moe_block": True,
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 24,
-    },
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24},
 }
 _QUICK = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss")
 EACH_FAMILY = [
@@ -83,17 +78,11 @@ def sampled_by(engine: RolloutEngine) -> list[Trajectory]:
     completions = [answers[0] for answers in asyncio.run(generate())]
     return [
         Trajectory(
-            prompt=Prompt(str(index), token_ids=prompt),
-            group_id=index,
-            sample=0,
-            token_ids=[*prompt, *made.token_ids],
+            prompt=Prompt(str(index), token_ids=prompt), group_id=index, sample=0, token_ids=[*prompt, *made.token_ids],
             loss_mask=[False] * len(prompt) + [True] * len(made.token_ids),
             behavior_logprobs=[0.0] * len(prompt) + [*made.logprobs],
-            weight_versions=[-1] * len(prompt) + [*made.weight_versions],
-            completion_ids=made.token_ids,
-            completion="",
-            reward=0.0,
-            columns=extended({}, len(prompt), made.columns, len(made.token_ids)),
+            weight_versions=[-1] * len(prompt) + [*made.weight_versions], completion_ids=made.token_ids, completion="",
+            reward=0.0, columns=extended({}, len(prompt), made.columns, len(made.token_ids)),
         )
         for index, (prompt, made) in enumerate(zip(prompts, completions, strict=True))
-    ]
+    ]  # fmt: skip

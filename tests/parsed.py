@@ -1,4 +1,4 @@
-"""The command line parsed, and nothing built."""
+"""The command line parsed, and nothing built; or everything built, and nothing run."""
 
 from typing import Any
 
@@ -12,6 +12,15 @@ class _ParsedError(Exception):
 class _ParsingOnly(LightRLCLI):
     def before_instantiate_classes(self) -> None:
         raise _ParsedError(self.config)
+
+
+class BuiltError(Exception):
+    """Of a module and its trainer."""
+
+
+class BuildingOnly(LightRLCLI):
+    def before_fit(self) -> None:
+        raise BuiltError(self.model, self.trainer)
 
 
 def parsed(*args: str) -> Any:

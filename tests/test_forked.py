@@ -31,6 +31,12 @@ print(json.dumps({
 }))
 """
 
+A_THREAD_THEN_ATEXIT = """
+import atexit, threading, time
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.2), print("a thread before,", end=" "))).start()
+"""
+
 
 def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -49,12 +55,10 @@ def test_a_forked_process_sees_what_a_fresh_one_sees(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "code"),
     [
-        ("raise SystemExit(7)", 7),
-        ("raise ValueError('on purpose')", 1),
-        ("os.kill(os.getpid(), 9)", -9),
-        ("os.kill(os.getpid(), 15)", -15),
-        ("raise KeyboardInterrupt", -2),
-        ("import atexit; atexit.register(print, 'at the end')", 0),
+        *[("raise SystemExit(7)", 7), ("raise ValueError('on purpose')", 1), ("os.kill(os.getpid(), 9)", -9)],
+        *[("os.kill(os.getpid(), 15)", -15), ("raise KeyboardInterrupt", -2)],
+        *[("import atexit; atexit.register(print, 'at the end')", 0), ("raise SystemExit('in words')", 1)],
+        (A_THREAD_THEN_ATEXIT, 0),
     ],
 )
 def test_it_ends_as_a_fresh_one_ends(tmp_path: Path, do: str, code: int) -> None:
@@ -63,6 +67,7 @@ def test_it_ends_as_a_fresh_one_ends(tmp_path: Path, do: str, code: int) -> None
     fresh, fork = (run(command, capture_output=True, text=True) for run in (subprocess.run, forked.run))
     assert (fork.returncode, fork.stderr[-40:]) == (fresh.returncode, fresh.stderr[-40:])
     assert fork.returncode == code
+    assert fork.stdout == fresh.stdout
     assert ("at the end" in fork.stdout) == ("atexit" in do)
 
 

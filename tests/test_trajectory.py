@@ -143,14 +143,8 @@ def test_a_prompt_needs_messages_or_tokens() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": -0.1},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"top_k": 0},
-        {"top_k": 4001},
-        {"max_new_tokens": 0},
-        {"min_new_tokens": -1},
-        {"min_new_tokens": 9, "max_new_tokens": 8},
+        *[{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": 0}, {"top_k": 4001}, {"max_new_tokens": 0}],
+        *[{"min_new_tokens": -1}, {"min_new_tokens": 9, "max_new_tokens": 8}],
     ],
     ids=str,
 )

@@ -84,17 +84,11 @@ def random_trajectories(
             if turn + 1 < num_turns:
                 ids, mask = ids + token_ids(2), mask + [False] * 2
         return Trajectory(
-            prompt=Prompt(id=f"prompt-{group}", token_ids=prompt),
-            group_id=group,
-            sample=sample,
-            token_ids=ids,
-            loss_mask=mask,
-            behavior_logprobs=[-3 * draw.random() if trains else 0.0 for trains in mask],
-            weight_versions=[4 if trains else -1 for trains in mask],
-            completion_ids=said,
-            completion="",
+            prompt=Prompt(id=f"prompt-{group}", token_ids=prompt), group_id=group, sample=sample, token_ids=ids,
+            loss_mask=mask, behavior_logprobs=[-3 * draw.random() if trains else 0.0 for trains in mask],
+            weight_versions=[4 if trains else -1 for trains in mask], completion_ids=said, completion="",
             reward=draw.choice([0.0, 0.25, 1.0]),
-        )
+        )  # fmt: skip
 
     prompts = [token_ids(draw.randint(*prompt_tokens)) for _ in range(num_groups)]
     return [one(group, sample, prompt) for group, prompt in enumerate(prompts) for sample in range(group_size)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from fake_sglang.process import FakeServerProcess
 
 from lightrl.engines import Timeouts
@@ -46,6 +47,13 @@ def comes_true(is_true: Callable[[], object], longest_s: float = LONGEST_S, *, p
 async def until_written(server: FakeServerProcess, num_requests: int = 1) -> None:
     """Waits until so many requests run, each with a token at least."""
     await until(lambda: sum(count > 0 for count in server.stats()["written"]) == num_requests)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Downloads an archive from a package index: pip checks its hash before it opens it."""
+"""Downloads an archive from a package index; pip checks the archive's hash before opening it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ def download(requirement: str, folder: Path, *options: str) -> Path:
 
     Args:
         requirement: a line of a requirements file, `<name>==<version> --hash=sha256:<hash>`.
-        folder: a scratch folder.
-        options: of `pip download`.
+        options: more options of `pip download`.
 
     Raises:
         SystemExit: if pip cannot download the archive, or its hash differs.

@@ -1,4 +1,4 @@
-"""Writes sentences of movie reviews that people rated (MIT license) as rows, and rewards the right label.
+"""Writes rated sentences from movie reviews (MIT license) as rows, and rewards the right label.
 
     python -m examples.pretrained.reviews --to runs/pretrained/reviews
 
@@ -26,16 +26,16 @@ RATINGS = "hutto_ICWSM_2014/movieReviewSnippets_GroundTruth.txt"
 NUM_HELD_OUT = 720
 SHOTS = (("A warm, funny and moving film.", "positive"), ("Dull from start to end.", "negative"))
 MAX_WORDS = 6  # shorter than every review and question that names a label
-_NEGATIONS = {"not", "no", "non", "nor", "neither", "never", "t"}  # of "isn't", too
+_NEGATIONS = {"not", "no", "non", "nor", "neither", "never", "t"}  # "t" ends "isn't" and the like
 
 
 def right_label(trajectory: Trajectory) -> dict[str, float]:
-    """Returns 1 if the completion ends by itself and says the right label, once, in at most six words.
+    """Returns 1 if the completion ends by itself and names the right label once, in at most six words.
 
-    A completion with both labels, a label twice, a negation or the question again gives no label.
+    Completions that name a label twice, name both, negate it or repeat the question do not count.
     """
     words = re.findall(r"[a-z]+", trajectory.answer.lower())
-    labels = [word for word in words if re.match("positive|negative", word)]  # positively, too
+    labels = [word for word in words if re.match("positive|negative", word)]  # also "positively"
     is_label = labels in (["positive"], ["negative"]) and len(words) <= MAX_WORDS and not _NEGATIONS & set(words)
     is_label = is_label and trajectory.finish_reason == "stop"
     is_right = is_label and labels == [trajectory.prompt.fields["answer"]]

@@ -16,7 +16,7 @@ import lightrl
 
 
 class RunningBaseline(lightrl.GRPO):
-    """An advantage is the reward minus the prompt's running mean; a prompt's first visit uses the group's mean.
+    """Subtracts the prompt's running mean from each reward; on a prompt's first visit, the group's mean.
 
     Args:
         decay: how much of the old mean each visit keeps, 0 to 1.

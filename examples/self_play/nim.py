@@ -1,11 +1,11 @@
-"""Nim: two players take 1 to 3 from a pile in turn, and whoever takes the last one wins.
+"""Nim: two players take turns removing 1 to 3 objects from a pile; whoever takes the last one wins.
 
 The best strategy is known: leave a multiple of 4. Both players are the policy. `val/exploitability` is computed from
-the policy's probabilities in all positions, without sampling: the mean of what a perfect opponent wins as the first and
-as the second player, 0 for perfect play and 1 for a policy that always loses.
+the policy's probabilities in all positions, without sampling: the mean reward of a perfect opponent as the first and as
+the second player, 0 for perfect play and 1 for a policy that always loses.
 
-Piles are digits and takes are letters. If both were digits, the policy would first learn to end its turn after a digit,
-thus also after a pile of 1 or 2, where it would then make no move, and its opponent would learn to leave that pile.
+Piles are digits and takes are letters. If both were digits, the policy would first learn to end its turn after a digit.
+After reading a pile of 1 or 2 it would then end its turn without a move, and its opponent would learn to leave it that.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ class Piles(PromptDataModule):
 
 
 class Nim(AgentEnvironment):
-    """A player reads the pile and answers what it takes; any other answer, or more than there is, loses."""
+    """A player reads the pile and answers how many it takes; an invalid answer, or more than the pile has, loses."""
 
     agents = ("first", "second")
 
@@ -64,11 +64,11 @@ class Nim(AgentEnvironment):
 
 
 class Exploitability(Metric):
-    """What a perfect opponent wins against the policy on average over all piles and both seats, 0 to 1."""
+    """The mean reward of a perfect opponent against the policy, over all piles and both seats: 0 to 1."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self.owner = [module]  # in a list, so that it is no submodule
+        self.owner = [module]  # in a list, so that torch does not register it as a submodule
 
     def update(self, groups: list[Group]) -> None:
         """Does nothing: the policy's probabilities are read directly."""
@@ -88,14 +88,14 @@ class NimGRPO(GRPO):
 @torch.no_grad()
 def exploitability(policy: Any) -> float:
     """Computes the exploitability by recursion over all sequences of legal takes."""
-    contexts: dict[tuple[int, ...], list[int]] = {}  # (pile, takes so far) → what the player to move has read
+    contexts: dict[tuple[int, ...], list[int]] = {}  # (pile, *takes) → token ids that the player to move has read
     for pile in range(1, LARGEST + 1):
         _add_contexts(contexts, (pile,))
     rows = [[*context, VOCABULARY.index(letter)] for context in contexts.values() for letter in TAKES]
     lengths, width = [len(row) for row in rows], max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
     logprobs = policy(input_ids=ids.to(policy.device)).logits.float().log_softmax(-1).cpu()
-    # The probability of the take's letter, and of the end after it.
+    # The probability of sampling the take's letter and then the end token.
     pairs = enumerate(zip(rows, lengths, strict=True))
     taken = [float((logprobs[n, size - 2, row[-1]] + logprobs[n, size - 1, EOS]).exp()) for n, (row, size) in pairs]
     chances = {key: taken[3 * number : 3 * number + 3] for number, key in enumerate(contexts)}
@@ -119,7 +119,7 @@ def _add_contexts(contexts: dict[tuple[int, ...], list[int]], history: tuple[int
 
 
 def _best(chances: dict[tuple[int, ...], list[float]], history: tuple[int, ...], seat: int) -> float:
-    """Returns what a perfect player in this seat (0 or 1) wins from here on against the policy."""
+    """Returns the expected reward of a perfect player in this seat (0 or 1) against the policy, from here on."""
     left, player = history[0] - sum(history[1:]), (len(history) - 1) % 2
     if left == 0:  # the other player has taken the last one
         return 1.0 if player != seat else -1.0

@@ -1,4 +1,4 @@
-"""The quickstart's prompts with answers to imitate; a given fraction of the answers is hasty, so often wrong."""
+"""The quickstart's prompts with answers to imitate; a given fraction of the answers is hasty, and so often wrong."""
 
 import hashlib
 from typing import Any

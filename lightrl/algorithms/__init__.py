@@ -6,9 +6,9 @@ Reading order:
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: variants of GRPO;
                   OAPL, TOPR, DPPO for stale trajectories
     turns.py      GiGPO: credit for each turn of an episode
-    agents.py     advantages of trajectories of several agents
+    agents.py     advantages for trajectories with several agents
     ppo.py        PPO: a critic instead of groups
-    distillation.py  learning from a teacher's distribution at each token that the policy generates
+    distillation.py  imitates a teacher's distribution at each token that the policy generates
     supervised/   SFT, DPO, IPO, RewardModel: plain LightningModules that train on given data
 
 May import everything up to module and data. To add an algorithm, subclass RLModule, write `loss` with equations from

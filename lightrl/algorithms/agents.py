@@ -1,4 +1,4 @@
-"""Advantages per agent: an agent is compared with the same agent in other episodes, not with others in its episode.
+"""Advantages per agent: each agent is compared with agents of the same role, usually in other episodes.
 
 Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents of one role in an episode.
 """
@@ -18,15 +18,14 @@ from lightrl.columns import COPIES
 from lightrl.module import RLModule
 from lightrl.rewards.parts import parts_of
 
-_ONE_NUMBER = re.compile(r"float|int|bool|dict\[str, [\w| ]+\]")  # annotations of what a reward function returns
+_ONE_NUMBER = re.compile(r"float|int|bool|dict\[str, (float|int|bool|str|None| \| )+\]")  # without rewards per agent
 
 
 def check_agents(module: RLModule, rewards: Iterable[Any] = ()) -> None:
-    """Raises ValueError if the module has no baseline per agent, or a reward of MultiAgent's is not per agent.
+    """Raises ValueError if the module has no baseline per agent, or a reward function returns no rewards per agent.
 
     Args:
-        rewards: before a run, what computes the rewards of MultiAgent's trajectories. A function whose annotation does
-            not say what it returns is accepted; `agent_advantages` then sees its rewards.
+        rewards: the reward functions, checked by annotation before a run; `agent_advantages` checks their results.
     """
     kind = type(module).advantages
     if kind is not GRPO.advantages and not kind.__module__.startswith("lightrl."):
@@ -51,14 +50,15 @@ def check_agents(module: RLModule, rewards: Iterable[Any] = ()) -> None:
             "A reward model scores a trajectory, not an agent. Remove reward_model, or override advantages."
         )
     for reward in rewards:
-        if _gives_one_number(reward):
+        if gives_one_number(reward):
             raise ValueError(
                 f"MultiAgent needs rewards per agent, but reward={getattr(reward, '__qualname__', reward)!r} returns "
                 "one number for a trajectory. Set it to lightrl.rewards.environment_reward, alone or as a part of it."
             )
 
 
-def _gives_one_number(reward: Any) -> bool:
+def gives_one_number(reward: Any) -> bool:
+    """Whether a module's or task's reward is annotated to return one number for a trajectory."""
     try:
         functions = [reward] if callable(reward) else [function_of(part.path, "reward") for part in parts_of(reward)]
         calls = [item.__call__ if isinstance(item, type) else item for item in functions]
@@ -76,8 +76,7 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     role, such as the solvers of one proposed task, they form their own group, and the mean is over them. A trajectory
     without agents, for example from another data source, gets its group's advantage.
 
-    Source: role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119, but with the group mean instead of a
-    moving average.
+    Source: SPIRAL's role-conditioned advantages, https://arxiv.org/abs/2506.24119, but with the mean of the group.
 
     Raises:
         ValueError: if the algorithm has no baseline per agent, or the rewards are not per agent.
@@ -106,7 +105,7 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     groups = torch.unique(experience.group_ids, return_inverse=True)[1]
     for columns in torch.arange(num_roles * num_copies).view(num_roles, num_copies).unbind():
         has, values = present[:, columns], earned[:, columns]
-        # Compare within the group of trajectories or, if a trajectory has several agents of this role, within it.
+        # Compare within the group or, if a trajectory has several agents of this role, within the trajectory.
         ids = torch.where(has.sum(1) > 1, len(groups) + torch.arange(len(groups)), groups)[:, None].expand_as(values)
         result = torch.zeros_like(values)
         result[has] = module.group_advantages_of(values[has], ids[has])

@@ -25,8 +25,7 @@ from lightrl.models.chat_template import ChatTemplate, Messages
 from lightrl.strategies.sharded_experience.other_prompts import SAME, OtherPrompts
 from lightrl.trajectory import Prompt, Trajectory
 
-# Returns what teachers read instead of a trajectory's prompt: the text of a user message, messages, or token ids. None
-# keeps the policy's prompt.
+# Returns what teachers read instead of the prompt: a user message's text, messages, token ids, or None for no change.
 TeacherPrompt = Callable[[Trajectory], "str | Messages | list[int] | None"]
 
 
@@ -43,7 +42,7 @@ class Distillation(GRPO):
 
     Both models compute logprobs at the same sampling temperature. The teacher must have the policy's tokenizer.
 
-    `teachers` assigns a teacher to each data source, or to each row; it reads only these trajectories. With
+    `teachers` assigns a teacher to each data source, or to each row; a teacher reads only its own trajectories. With
     `teacher_prompt`, teachers read a different prompt before the policy's tokens, such as the answer, a hint, or
     feedback on the finished trajectory. Without a teacher, the policy teaches itself: it reads that prompt with its
     weights at the start of the update.
@@ -67,7 +66,7 @@ class Distillation(GRPO):
             ids, or None for no change. It runs on rank 0. Trajectories with several conversations are refused.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: the teacher's share, between 0 and 1, of the mixture that `jsd` compares both models with.
+        jsd_beta: weight of the teacher, between 0 and 1, in the mixture that `jsd` compares both models with.
         reward: always computed and logged, but trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, which are added to the teacher's advantages.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
@@ -110,7 +109,7 @@ class Distillation(GRPO):
         if not teachers:
             check_effect("without teachers", teacher_column=(teacher_column, None))
         if wrong := [name for name in teachers or () if not name.isidentifier()]:
-            raise ValueError(f"The names of teachers must be letters, digits and _, got {wrong[0]!r}. Rename it.")
+            raise ValueError(f"Teacher names must consist of letters, digits and _, got {wrong[0]!r}. Rename it.")
         if divergence != "jsd":
             check_effect("unless divergence is 'jsd'", jsd_beta=(jsd_beta, 0.5))
         if not reward_coef:
@@ -166,8 +165,8 @@ class Distillation(GRPO):
         missing = [] if "teacher" in self.teacher_roles else [label for label in labels if label not in names]
         if missing or not set(names) <= set(labels):
             raise ValueError(
-                f"teachers are named {names}, but the train data's sources {labels}. Name each teacher after a source, "
-                "and set teacher for sources without one; or name each row's teacher in a teacher_column."
+                f"teachers are named {names}, but the training data's sources are named {labels}. Name teachers after "
+                "sources, and set teacher for sources without one; or name each row's teacher in a teacher_column."
             )
 
     def reward(self, trajectory: Trajectory) -> object:
@@ -202,7 +201,7 @@ class Distillation(GRPO):
         return [*super().model_calls(), *teachers]
 
     def prompts_of(self, role: str, trajectories: Sequence[Trajectory]) -> list[list[int] | None]:
-        """Returns the prompt that a teacher reads for each trajectory: token ids, SAME, or None for another teacher's.
+        """Returns the prompt that this teacher reads for each trajectory: token ids, SAME, or None if it reads none.
 
         Raises:
             ValueError: if a trajectory has no teacher, or does not fit in the teacher's context with its new prompt.
@@ -226,7 +225,6 @@ class Distillation(GRPO):
         return prompts
 
     def _teacher_of(self, prompt: Prompt) -> str:
-        """Returns the role of the prompt's teacher."""
         name = prompt.source if self.teacher_column is None else prompt.fields.get(self.teacher_column)
         if f"teacher_{name}" in self.teacher_roles:
             return f"teacher_{name}"

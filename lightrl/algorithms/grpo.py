@@ -36,7 +36,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class FamilySettings(SharedSettings, total=False):
-    """Arguments of GRPO that every algorithm accepts, for type checkers. The classes below list those that some fix."""
+    """Arguments of GRPO that all algorithms accept, for type checkers. The classes below list those that some fix."""
 
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
@@ -96,7 +96,7 @@ class GRPO(RLModule):
         dual_clip: bounds the loss of a token with a negative advantage by `dual_clip · |advantage|`.
         ratio_level: `token`, or `sequence` for GSPO's geometric mean over the trajectory.
         advantage_mean: subtract the mean reward of the `group` or the `batch`; None subtracts nothing.
-        advantage_std: divide by the rewards' deviation over the `group` or the `batch`; None does not divide.
+        advantage_std: divide by the rewards' standard deviation over the `group` or the `batch`; None does not divide.
         leave_one_out: exclude the trajectory itself from its mean.
         decoupled: True for the decoupled loss described above, or ImportanceWeights to bound the weights.
         reference: a KL term in the loss.
@@ -194,7 +194,7 @@ class GRPO(RLModule):
         return self.group_advantages_of(self.shaped_rewards(experience), experience.group_ids)
 
     def group_advantages_of(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """Returns the advantages, [N], of these rewards, [N], in these groups, [N], with the module's baseline."""
+        """Returns the advantages of rewards in groups, [N] each, with the module's baseline."""
         mean, std = self.advantage_mean, self.advantage_std
         return group_advantages(rewards, group_ids, mean=mean, std=std, leave_one_out=self.leave_one_out)
 
@@ -251,7 +251,7 @@ class GRPO(RLModule):
     def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Returns the factor on the policy gradient of tokens with these log-ratios to the behavior policy, [B, T, K].
 
-        `score_centering` needs it, so a class that overrides `policy_loss` must also override this method.
+        `score_centering` needs it; a class that overrides `policy_loss` must override it too.
         """
         if self.importance_weights is not None:
             every_token = torch.ones_like(log_ratio, dtype=torch.bool)

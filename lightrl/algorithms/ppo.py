@@ -95,12 +95,11 @@ class PPO(GRPO):
             reward already accounts for truncation, for example by treating a completion at the length limit as wrong.
         value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
         huber_delta: error above which the critic's loss grows linearly; None squares every error.
-        value_normalization: make the critic predict (return - mean) / deviation, with `running` statistics of all
-            returns so far or `exponential` statistics of recent returns. None makes it predict the returns.
+        value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all returns
+            so far or `exponential` statistics of recent returns; with None it predicts the returns.
         value_decay: decay of the `exponential` statistics per iteration.
         value_coef: weight of the critic's loss if it shares the policy's body.
-        critic_warmup_iterations: number of iterations at the start that train only the critic, or only its head if it
-            shares the policy's body.
+        critic_warmup_iterations: number of first iterations that train only the critic (if shared, only its head).
         whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
         early_stop: skip updates once the policy has moved too far.
@@ -204,7 +203,6 @@ class PPO(GRPO):
 
     @property
     def _moving_kl(self) -> AdaptiveKL | None:
-        """The KL term if its reference policy moves, otherwise None."""
         return None if self.reference_kl is None or self.reference_kl.decay is None else self.reference_kl
 
     def advantages(self, experience: Experience) -> dict[str, Tensor]:  # type: ignore[override]
@@ -243,7 +241,6 @@ class PPO(GRPO):
         return rewards if self.reward_shaping is None else self.reward_shaping(rewards, mask)
 
     def _adapt_kl_coef(self, kl_nats: float, num_trajectories: int) -> None:
-        """Adapts the weight of the KL term for the next iteration."""
         assert self.kl_controller is not None
         self._log_if_attached("policy/kl_coef", self.kl_coef)
         self._log_if_attached("policy/kl_behavior_reference_nats", kl_nats)
@@ -294,7 +291,7 @@ class PPO(GRPO):
             )
         super().on_load_checkpoint(checkpoint)
         state = checkpoint.get("ppo")
-        if state is None:  # a checkpoint of a different algorithm: only the policy is restored
+        if state is None:  # another algorithm's checkpoint: only the policy is restored
             return
         controller = self.kl_controller
         if controller is not None and controller.target_nats is not None and state["kl_coef"] > 0:

@@ -78,8 +78,7 @@ class AdaptiveKL(ReferenceKL):
         in_reward: subtract the KL from each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token at this target; None keeps the weight fixed.
         horizon: number of trajectories over which the weight adapts; see KLController.
-        decay: after each iteration, set the reference to decay · reference + (1 - decay) · policy, in float32; None
-            keeps it fixed.
+        decay: after each iteration, reference = decay · reference + (1 - decay) · policy (float32); None keeps it.
     """
 
     in_reward: bool = True
@@ -93,7 +92,7 @@ class AdaptiveKL(ReferenceKL):
         self.controller()
 
     def controller(self) -> KLController:
-        """Creates the controller of the term's weight."""
+        """Returns a new controller of the weight."""
         return KLController(self.coef, self.target_nats, self.horizon)
 
     def role(self, policy: Role) -> Role | None:

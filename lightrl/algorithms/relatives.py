@@ -240,7 +240,7 @@ class SAPO(GRPO):
 
     Args:
         temperature_positive, temperature_negative: the gate's temperatures for advantages above 0 and for all others.
-        kwargs: GRPO's, except its clip.
+        kwargs: arguments of GRPO, except its clip.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class SAPO(GRPO):
 class LitePPO(GRPO):
     """GRPO with the standard deviation of the batch instead of the group, and a loss averaged over tokens.
 
-    The standard deviation is measured from the mean of all rewards in the batch, in AReaL from the group means.
+    The standard deviation is measured from the mean of all rewards in the batch; AReaL uses the group means.
 
     Source: https://arxiv.org/abs/2508.08221.
     """
@@ -340,7 +340,7 @@ class ReinforcePlusPlus(GRPO):
 
 
 class GDPO(GRPO):
-    """GRPO with several rewards: each is normalized separately, so a reward with a large deviation hides no others.
+    """GRPO with several rewards, each normalized separately, so that one with a large deviation does not dominate.
 
     Each reward is normalized within its group. Their weighted sums are then normalized over the batch. Two trajectories
     of a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
@@ -348,9 +348,8 @@ class GDPO(GRPO):
     Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
 
     Args:
-        reward_weights: name → weight of each reward to train on. The name is that of a RewardPart, or of a number that
-            the reward function returns. If a trajectory lacks one of them, its reward counts as failed, and it is
-            dropped. The reward itself is logged, but not trained on.
+        reward_weights: name → weight of each reward to train on: a RewardPart, or a number that the reward function
+            returns. A trajectory without one of them counts as failed, and is dropped. The reward is only logged.
         kwargs: arguments of GRPO, except its statistics and settings that change the reward.
     """
 
@@ -405,17 +404,17 @@ class GDPO(GRPO):
 
 
 class M2PO(GRPO):
-    """Instead of clipping, masks the tokens with the largest squared log-ratios until the others' mean is in bounds.
+    """Instead of clipping, masks tokens with the largest squared log-ratios until the mean of the rest is in bounds.
 
     M2PO is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
-    the proximal policy with the behavior policy, once per iteration, which costs a forward pass. A masked token still
-    counts in the denominator of the loss.
+    the proximal policy with the behavior policy, once per iteration, which costs a forward pass. Masked tokens still
+    count in the denominator of the loss.
 
     Source: https://arxiv.org/abs/2510.01161, including the threshold.
 
     Args:
         second_moment_threshold: bound on the mean of log_ratio², in nats².
-        kwargs: GRPO's, except its clip.
+        kwargs: arguments of GRPO, except its clip.
     """
 
     advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # the mask sorts all tokens
@@ -461,7 +460,7 @@ class OAPL(GRPO):
     Args:
         beta: β, in units of the reward: a trajectory may move the policy to a log-ratio of (reward - V) / β nats. The
             default is for rewards of 0 and 1.
-        kwargs: GRPO's, except its clip, advantages and importance weights.
+        kwargs: arguments of GRPO, except its clip, advantages and importance weights.
     """
 
     def __init__(
@@ -504,7 +503,7 @@ class OAPL(GRPO):
 
 
 class TOPR(GRPO):
-    """Imitates trajectories that were better than expected; the weight of each other one falls with its likelihood.
+    """Imitates trajectories that were better than expected; the weight of a worse one falls with its likelihood.
 
     Source: https://arxiv.org/abs/2503.14286, with each token's ratio instead of the trajectory's, and GRPO's baseline.
     """
@@ -531,7 +530,7 @@ class DPPO(GRPO):
 
     Args:
         max_nats: bound on the divergence over two outcomes, the sampled token or any other.
-        kwargs: GRPO's, except its clip.
+        kwargs: arguments of GRPO, except its clip.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""GiGPO: credit for each turn of an episode, from groups of turns instead of trajectories alone.
+"""GiGPO: credit for each turn of an episode, from groups of turns in addition to groups of trajectories.
 
     rewards of turns ──► discounted return of each turn ──► compared with other turns of the prompt's trajectories that
     start from the same observation (or have the same index) ──► + the trajectory's advantage ──► tokens of the turn
@@ -9,11 +9,12 @@ Shapes: B trajectories, T tokens; N turns of all trajectories.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from lightrl.algorithms.agents import gives_one_number
 from lightrl.algorithms.grpo import GRPO, AllButBaseline, StatisticsSettings
 from lightrl.checks.annotations import Unpack
 from lightrl.checks.bounds import check_bounds, check_choice
@@ -21,9 +22,11 @@ from lightrl.columns import TURN_INDICES, TURN_STATES
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
 from lightrl.models import ModelSpec, Role
-from lightrl.workflows import Workflow
+from lightrl.workflows import SingleTurn, Workflow
+from lightrl.workflows.workflow import class_of
 
 StepGroups = Literal["state", "turn"]
+_FIX = "Use a workflow based on MultiTurn, with the reward lightrl.rewards.environment_reward."
 
 
 class AllButSteps(AllButBaseline, StatisticsSettings, total=False):
@@ -37,8 +40,8 @@ class GiGPO(GRPO):
     with the returns of other turns that follow the same observation in trajectories of the same prompt: the policy saw
     the same, but acted differently. A turn without a match gets only the trajectory's advantage, and so do tokens
     outside turns, for example from another data source. `step_groups: turn` compares turns with the same index; with
-    `episode_weight: 0`, these are plain returns over turns. The rewards of turns come from `MultiTurn`, with its
-    `discount` at 1, and `lightrl.rewards.environment_reward`.
+    `episode_weight: 0`, only the turns' returns count. The rewards of turns come from `MultiTurn` with `discount: 1`
+    and from `lightrl.rewards.environment_reward`.
 
     Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper compares texts of the environment; here the
     tokens between two turns are compared, so turns never match if the chat template numbers them.
@@ -46,12 +49,12 @@ class GiGPO(GRPO):
     Args:
         step_weight: weight of the turns' advantages; the paper's omega.
         episode_weight: weight of the trajectory's advantage.
-        discount: gamma, applied once per turn between a turn and a later reward.
+        discount: gamma, applied once for each turn between a turn and a later reward.
         step_groups: which turns are compared, `state` or `turn`.
         kwargs: arguments of GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
     """
 
-    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # turns of all ranks
+    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # from all ranks
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class GiGPO(GRPO):
         check_bounds(0, 1, discount=discount)
         check_choice(("state", "turn"), step_groups=step_groups)
         if not 0 < step_weight + episode_weight < math.inf:
-            raise ValueError("step_weight or episode_weight must be above 0 and finite, otherwise nothing is learned.")
+            raise ValueError("step_weight + episode_weight must be above 0 and finite; otherwise nothing is learned.")
         if kwargs.get("advantage_mean", "group") != "group":
             raise ValueError(f"advantage_mean must be 'group' for GiGPO, got {kwargs['advantage_mean']!r}.")
         if kwargs.get("workflow") is None:
@@ -77,6 +80,21 @@ class GiGPO(GRPO):
         self.step_weight, self.episode_weight = step_weight, episode_weight
         self.discount = discount
         self.step_groups = step_groups
+
+    def setup(self, stage: str) -> None:
+        """Checks, before a model is built, that some source's workflow has turns and its reward rewards them."""
+        super().setup(stage)
+        datamodule = getattr(self.trainer, "datamodule", None)
+        if stage != "fit" or hasattr(datamodule, "recorded_groups"):  # recorded trajectories have their rewards
+            return
+        own: Any = self.reward if self.reward_source is None else self.reward_source
+        pairs = [(self.workflow, own)]
+        for task in getattr(datamodule, "tasks", {}).values():
+            pairs.append((task.workflow or self.workflow, own if task.reward is None else task.reward))
+        pairs = [pair for pair in pairs if not issubclass(class_of(pair[0]) or Workflow, SingleTurn)]
+        if all(gives_one_number(reward) for _, reward in pairs):
+            problem = "the reward returns one number for a trajectory" if pairs else "SingleTurn has none"
+            raise ValueError(f"GiGPO needs turns and their rewards, but {problem}. {_FIX}")
 
     def configure_workflow(self) -> Workflow:
         workflow = super().configure_workflow()
@@ -88,8 +106,7 @@ class GiGPO(GRPO):
             indices, states, rewards = (experience[name] for name in self.advantage_inputs[:3])
         except KeyError as error:
             raise ValueError(
-                f"GiGPO needs turns and their rewards, but the trajectories have no {error}. Use a workflow based on "
-                "MultiTurn, with the reward lightrl.rewards.environment_reward."
+                f"GiGPO needs turns and their rewards, but the trajectories have no {error}. {_FIX}"
             ) from error
         in_turn = indices >= 0
         row, turn, place = turns_of(indices)

@@ -7,27 +7,26 @@ Reading order:
       lag_probe.py      measures how far the policy moves in one version, and in several
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        bounds how many versions a trajectory may be behind
-    dynamic_sampling.py drops and replaces groups by their rewards; chooses prompts by past success
+    group_selection.py  drops and replaces groups by their rewards; selects prompts by past success
     rollout_metrics.py  the numbers logged in each iteration; monitors.py finds mistyped names of metrics
     self_play.py        older versions as opponents of the policy
-    progress.py         the two-line progress bar, the permanent lines, and the list of models
-    bottleneck.py       names the slowest part of the first iterations, and the setting that would change it
+    expert_balance.py   balances the load of a mixture's experts
+    progress.py         the progress bar and permanent lines; bottleneck.py: the slowest part, and what would change it
     trace/              records what each process did when, and where the time went
-    trajectory_log.py   trajectories as JSONL, and periodically as a table
-    learning_curve.py   the run's curve as a plot
+    trajectory_log.py   trajectories as JSONL, and periodically as a table; learning_curve.py: plots of reward
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
     prometheus.py       serves the metrics at a port; run_cost.py: device hours and their price
-    evaluation_command.py  programs that evaluate the policy through an OpenAI API
-    export.py           the policy as a Hugging Face folder
+    export.py           the policy as a Hugging Face folder; evaluation_command.py: programs that evaluate the policy
 
 May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the
 hooks that you need; a test runs it in a real Trainer with FakeEngine.
 """
 
-from lightrl.callbacks.dynamic_sampling import DynamicSampling, PromptCurriculum
 from lightrl.callbacks.evaluation_command import EvaluationCommand
+from lightrl.callbacks.expert_balance import ExpertBalance
 from lightrl.callbacks.export import HuggingFaceExport
+from lightrl.callbacks.group_selection import DynamicSampling, PromptCurriculum, SuccessRateCurriculum
 from lightrl.callbacks.learning_curve import LearningCurve
 from lightrl.callbacks.progress import RolloutProgressBar
 from lightrl.callbacks.prometheus import PrometheusMetrics
@@ -39,6 +38,6 @@ from lightrl.callbacks.trace import Trace
 from lightrl.callbacks.trajectory_log import TrajectoryLog
 from lightrl.callbacks.weight_sync import WeightSync
 
-__all__ = ["DynamicSampling", "PromptCurriculum", "HuggingFaceExport", "LearningCurve", "RolloutProgressBar"]
-__all__ += ["PrometheusMetrics", "RunCost", "RLCallback", "RolloutMetrics", "StalenessControl", "Trace"]
-__all__ += ["TrajectoryLog", "WeightSync", "EvaluationCommand"]
+__all__ = ["DynamicSampling", "EvaluationCommand", "ExpertBalance", "HuggingFaceExport", "LearningCurve"]
+__all__ += ["PrometheusMetrics", "PromptCurriculum", "RLCallback", "RolloutMetrics", "RolloutProgressBar", "RunCost"]
+__all__ += ["StalenessControl", "SuccessRateCurriculum", "Trace", "TrajectoryLog", "WeightSync"]

@@ -1,10 +1,9 @@
 """AnswerCheck: before the policy trains on sampled tokens, checks them against the weights that sampled them.
 
-In each iteration, the trainer recomputes the logprobs of tokens in a few trajectories, those that the oldest and the
-newest weight version sampled. It keeps copies of both versions in host memory. The engine's logprobs must equal the
+In each iteration, the trainer takes a few trajectories and recomputes the logprobs of the tokens sampled by the oldest
+and by the newest weight version; it keeps copies of both versions in host memory. The engine's logprobs must equal the
 trainer's, up to rounding. The oldest tokens must also be as likely as their distribution says, which detects a server
-that ignores sampling settings. The newest tokens are left out of this check: they exist only if no end token came
-before, so they are biased.
+that ignores sampling settings. This check omits the newest tokens: they exist only if no end token came before.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence that tokens are too
@@ -41,25 +40,26 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)  # evidence of a token beyond and within top-p or top-k: 5% against 1%
+# Log-likelihood ratio of a token outside, and of one inside, top-p or top-k, if 5 % rather than 1 % are outside.
+OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)
 NUM_TOKENS = 256  # loss tokens to check
 
 
 class AnswerCheck:
-    """Checks tokens of all versions but the first that this run loads; `checks_all` checks all rows instead of a few.
+    """Checks the tokens of a few trajectories or, with `checks_all`, of all.
 
-    The first version's tokens are skipped: after a failure within an iteration, other weights may have sampled them.
+    It skips the first version that this run loads: after a failed iteration, other weights may have sampled its tokens.
     """
 
     def __init__(self, checks_all: bool) -> None:
         self.checks_all = checks_all
         self._copies_nats = -math.inf  # evidence for copies in a group; -inf if trajectories may share samples
-        self._evidence_nats = torch.zeros(2)  # that tokens are too likely, and too unlikely
+        self._evidence_nats = torch.zeros(2)  # evidence that tokens are too likely, and too unlikely
         self._weights: dict[int, list[Tensor]] = {}  # version → the policy's trained parameters on this rank
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
-        """Compares the completions of each group on rank 0, because only rank 0 has their tokens."""
+        """Measures the evidence that completions of a group are copies, on rank 0, because only it has their tokens."""
         workflow = trainer.rollout.workflow
         if workflow is not None and workflow.samples_apart:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
@@ -80,7 +80,7 @@ class AnswerCheck:
         return version > (self._first_version or -1)
 
     def check(self, trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience, rounding: Rounding) -> None:
-        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling. Collective; call once per row."""
+        """Raises WeightSyncError for wrong logprobs, EngineError for wrong sampling. Collective; pass each row once."""
         ranks, current = ranks_of(trainer.strategy), trainer.weight_version
         num_rows, version_to_rows = len(minibatch), dict[int, list[int]]()
         chosen = range(num_rows) if self.checks_all else choose_rows(num_rows, minibatch.num_loss_tokens, NUM_TOKENS)
@@ -117,7 +117,7 @@ class AnswerCheck:
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence, in nats, that equal completions are copies; skips those with several versions or rows."""
+    """Returns the evidence (nats) that equal completions are copies; skips trajectories of several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
@@ -139,9 +139,9 @@ def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedEx
 def _measure(
     trainer: RLTrainer, module: RLModule, selected: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Returns sums over this rank's tokens, and the largest difference.
+    """Returns sums over this rank's tokens, and the largest absolute difference of their logprobs.
 
-    The sums: number of tokens, absolute and signed differences, entropy, evidence that they are too likely or unlikely.
+    The sums: number of tokens, absolute and signed differences, entropy, evidence of too likely, too unlikely tokens.
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
@@ -229,7 +229,7 @@ def _set_weights(weights: Sequence[Tensor], parameters: Sequence[Tensor]) -> Ite
 
 
 def _at_servers(trainer: RLTrainer) -> str:
-    """Returns ` at <servers>` for an error message; an empty string without servers and on other ranks."""
+    """Returns ` at <servers>` for an error message; "" without servers and on ranks other than 0."""
     engine = trainer.rollout.engine
     servers = {} if engine is None else engine.verified_by()
     return f" at {', '.join(servers)}" if servers else ""

@@ -53,15 +53,14 @@ class HuggingFaceExport(RLCallback):
     `log_model: true`, each export with `all`. After Ctrl-C, an exception or `fast_dev_run`, an earlier export stays.
 
     Args:
-        to: the folder, see above; its parents are created. An earlier export is replaced; any other content is an
-            error.
+        to: the folder, created with its parents. An earlier export is replaced; any other content is an error.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
         role: the role to export; None means the module's `trained_role` (a RewardModel has one), otherwise the policy.
         merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
         ValueError: when `fit` starts, if `to` contains files that are not from an export or contains the model that
-            the run loads, if another run uses the folder, or if peft would load the adapters as another model.
+            the run loads, if another run uses the folder, or if peft would load the adapters as a different model.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class HuggingFaceExport(RLCallback):
             description.check_added(tensors, f"the adapters in {self.folder}")
 
     def _check_adapters(self, trainer: L.Trainer, module: Any) -> None:
-        """Raises ValueError on all ranks if peft would read the adapters as another model than the trained one."""
+        """Raises ValueError on all ranks if peft would load the adapters as a different model from the trained one."""
         model = getattr(module, self._body_of(module))
         if not tuning_of(model).keeps_base or self._is_whole(module) or cast("RLTrainer", trainer).fast_dev_run:
             return
@@ -169,10 +168,9 @@ class HuggingFaceExport(RLCallback):
             raise ValueError(problem)
 
     def _gather_tensors(self, trainer: L.Trainer, module: Any, body: str) -> dict[str, Tensor] | None:
-        """Returns the whole tensors to write, on the CPU: all parameters, with adapters merged, or only the adapters.
+        """Returns the whole tensors to write, on the CPU: all parameters with adapters merged, or only the adapters.
 
-        Returns None for a model in one process without adapters. Collective over the ranks that hold the model; only
-        the first gets tensors.
+        None for a model in one process without adapters. Collective over the model's ranks; only the first gets them.
         """
         model: PreTrainedModel = getattr(module, body)
         keeps_base = tuning_of(model).keeps_base
@@ -190,13 +188,13 @@ class HuggingFaceExport(RLCallback):
         return tensors
 
     def _gather_head(self, module: Any, holders: Ranks) -> Tensor:
-        """Returns the critic's head on the policy's body, on each of the policy's ranks; collective over them."""
+        """Returns the critic's head on the policy's body. Collective over the policy's ranks; each gets the head."""
         weight = module.value_head.weight  # None on the earlier stages of a pipeline
         head = {} if weight is None else {"head": whole(weight)}
         return holders.broadcast_tensors(head, source=holders.size - 1)["head"].cpu()
 
     def _is_whole(self, module: Any) -> bool:
-        """Whether adapters are merged; a scalar head was trained itself, and peft's format has no place for it."""
+        """Whether to merge adapters; always for a scalar head, which is trained but does not fit peft's format."""
         return self.merged or self._is_head(module) or self._settings_of(module).spec.head == "scalar"
 
     def _role_of(self, module: L.LightningModule) -> str:

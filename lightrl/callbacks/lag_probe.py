@@ -1,7 +1,7 @@
 """LagProbe: measures how far the policy moves in one version and in η versions, from the trainer's logprobs.
 
-If version b sampled a token and version v trains on it, log π_v - log b is the sum of the policy's lag, log π_v -
-log π_b, and the engine's mismatch. To separate the two, the trainer computes logprobs under versions b, b+1 and b + η.
+If version b sampled a token and version v trains on it, the trainer's logprob minus the engine's is the policy's lag,
+log π_v - log π_b, plus the mismatch. To separate them, the trainer computes logprobs under versions b, b + 1, b + η.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the en
 
 @dataclass
 class _Snapshot:
-    """Trajectories of one iteration, with their logprobs under the version that the iteration made."""
+    """Trajectories of one iteration, with their logprobs under the version that the iteration produced."""
 
     weight_version: int
     rows: list[_Row]

@@ -1,4 +1,4 @@
-"""LearningCurve: draws the run's progress as one image, and lists the files in the run's folder at the end."""
+"""LearningCurve: plots the run's progress as one image, and lists the files in the run's folder at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 REWARD = "rollout/reward"
 SAMPLED_ACCURACY = "rollout/accuracy_fraction"
 HELD_OUT_ACCURACY = "val/accuracy_fraction"
-HELD_OUT_REWARD = "val/reward"  # drawn if there is no held-out accuracy
+HELD_OUT_REWARD = "val/reward"  # plotted if there is no held-out accuracy
 
 _BLUE, _ORANGE, _GRAY = "#2f6db3", "#d9541e", "#6b6b6b"  # distinct for any color vision, and in grayscale
 
@@ -45,7 +45,7 @@ class Points:
     """A curve of at most `MAX_POINTS` points: when it is full, each pair of neighbors is replaced by its mean.
 
     After n iterations, each point is therefore the mean over the same number of iterations, n / 1000 to n / 500. It is
-    drawn at the middle of these iterations.
+    plotted at the middle of these iterations.
     """
 
     def __init__(self) -> None:
@@ -80,22 +80,21 @@ class Points:
 
 
 class LearningCurve(RLCallback):
-    """Draws the reward and the sampled and held-out accuracy over the iterations; prints where the run's files are.
+    """Plots the reward and the sampled and held-out accuracy over the iterations; prints where the run's files are.
 
-    If the reward reports no `accuracy`, it draws the held-out reward.
+    If the reward reports no `accuracy`, it plots the held-out reward instead.
 
     When `fit` ends, normally or by Ctrl-C or SIGTERM, it writes `learning_curve.png` to the run's folder and, if no
     CSVLogger writes the metrics, the plotted numbers to `learning_curve.csv`. It sends the image to Weights & Biases,
-    MLflow and TensorBoard. Then it prints the folder and its contents. The numbers are part of the checkpoint, so a
-    resumed run draws the whole curve. After 1,000 iterations it draws means over 2, 4, 8, … iterations, so that
-    checkpoints stop growing.
+    MLflow and TensorBoard, then prints the folder and its contents. Checkpoints contain the numbers, so a resumed run
+    plots the whole curve. To bound their size, after 1,000 iterations it plots means over 2, 4, 8, … iterations.
 
     A held-out value at iteration i is measured with the weights after i iterations; `num_sanity_val_steps=-1` adds the
     value before training, at 0. A run without the metrics of `RolloutMetrics` or validation has no image.
 
     Args:
-        constant_baseline: accuracy of the best constant answer, drawn as a dashed line; None for no line.
-        held_out: the validation metric to draw; for SFT, `val/token_accuracy_fraction`.
+        constant_baseline: accuracy of the best constant answer, plotted as a dashed line; None for no line.
+        held_out: the validation metric to plot; for SFT, `val/token_accuracy_fraction`.
     """
 
     run_folder_output = "learning_curve.png"  # two runs must not write it at the same time
@@ -194,9 +193,9 @@ def draw_learning_curve(
     constant_baseline: float | None = None,
     held_out_label: str = "held-out prompts",
 ) -> None:
-    """Draws a PNG of the accuracy by iteration, with the reward in a panel above if it differs, or of the reward only.
+    """Plots the accuracy as a PNG, with the reward in a panel above if it differs; without accuracy, only the reward.
 
-    Sampled values are noisy, so they are drawn in a pale color under their running mean.
+    Sampled values are noisy, so they are plotted in a pale color under their running mean.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -243,7 +242,7 @@ def draw_learning_curve(
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Returns the centered mean at each value, over about `window` values, fewer at both ends."""
+    """Returns the centered running mean over about `window` values, fewer at both ends."""
     half = window // 2
     return [statistics.fmean(values[max(0, index - half) : index + half + 1]) for index in range(len(values))]
 

@@ -1,7 +1,7 @@
 """Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
 Before the run starts, a warning names metrics that are close to one that every run logs. The error follows once all
-names are known: after the sanity check, one iteration or the first validation. A metric never checked causes a warning.
+names are known: after the sanity check, one iteration or the first validation. An unchecked metric causes a warning.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MonitorCheck(RLCallback):
     """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
 
     def __init__(self) -> None:
-        self._metric_names: set[str] | None = None  # of the reward's metrics, from the first iteration of a run
+        self._metric_names: set[str] | None = None  # the reward's metrics, from the first iteration of a run
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._metric_names = None
@@ -95,7 +95,7 @@ class MonitorCheck(RLCallback):
 def check_monitors(
     trainer: L.Trainer, *prefixes: str, except_for: tuple[str, ...] = (), upcoming: Collection[str] = ()
 ) -> None:
-    """Raises ValueError if a callback or scheduler waits for a metric with one of these prefixes that is not logged.
+    """Raises ValueError if a callback or scheduler monitors a metric that has one of these prefixes but is not logged.
 
     Args:
         prefixes: prefixes of the metrics that have been logged, for example `val/`; "" for all.
@@ -132,7 +132,7 @@ def are_names_known(trainer: Any, module: Any) -> bool:
 
 
 def warn_of_unchecked(trainer: Any) -> None:
-    """Warns about callbacks that never check their metric, because the run ends before a validation or save is due."""
+    """Warns about callbacks that never check their metric because the run ends before a validation or save is due."""
     length, num_epochs = trainer.num_training_batches, trainer.check_val_every_n_epoch  # between validations
     max_epochs = trainer.max_epochs if trainer.max_epochs is not None else -1
     lasts = [
@@ -140,29 +140,29 @@ def warn_of_unchecked(trainer: Any) -> None:
         *([max_epochs * length] if max_epochs > 0 else []),
     ]
     last = min(lasts, default=math.inf) if trainer.accumulate_grad_batches == 1 else math.inf  # else steps != batches
-    left = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
-    at, why = trainer.val_check_batch, ""  # `at` is None for an interval of time
+    remaining = range(0) if last == math.inf else range(trainer.global_step + 1, int(last) + 1)
+    interval, why = trainer.val_check_batch, ""  # `interval`: None for a time; `why`: why no validation runs
 
     def is_due(step: int) -> bool:
         epoch, batch = divmod(step - 1, length)
         is_epoch_due = num_epochs is not None and (epoch + 1) % num_epochs == 0
-        return bool(step % at == 0 if num_epochs is None else is_epoch_due and (batch + 1) % at == 0)
+        return bool(step % interval == 0 if num_epochs is None else is_epoch_due and (batch + 1) % interval == 0)
 
-    is_read = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None  # not yet, if an epoch has none
+    is_read = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None  # False before the first validation
     if not trainer.enable_validation or (is_read and not sum(trainer.num_val_batches)):
         why = "the run has no validation. Set data.validation, and trainer.limit_val_batches above 0"
-    elif left and at not in (None, math.inf) and not any(map(is_due, left)):
+    elif remaining and interval not in (None, math.inf) and not any(map(is_due, remaining)):
         why = f"the run ends after iteration {int(last)}, before a validation. Lower trainer.val_check_interval"
     for item in trainer.callbacks:
         name, monitor, reason = type(item).__name__, getattr(item, "monitor", None), ""
         if isinstance(item, EarlyStopping):
-            is_late = bool(left) and left[-1] <= math.ceil(left[0] / length) * length
+            is_late = bool(remaining) and remaining[-1] <= math.ceil(remaining[0] / length) * length
             late = "it checks at the end of an epoch, but the run ends with or before the first. Validate more often"
             reason = why if not item._check_on_train_epoch_end else late if is_late else ""
         elif isinstance(item, ModelCheckpoint) and monitor is not None:
             steps = item._every_n_train_steps
             reason = why if monitor.startswith("val/") else ""
-            if left and steps > 0 and not any(step % steps == 0 for step in left):
+            if remaining and steps > 0 and not any(step % steps == 0 for step in remaining):
                 reason = f"every_n_train_steps={steps}, but the run ends after iteration {int(last)}. Lower it"
         if reason:
             log.warning("%s never checks %s: %s.", name, monitor, reason)

@@ -38,7 +38,7 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
-LEAST_NATS = 1e-5  # for errors that do not shrink with eps, for example in tables of rotary embeddings
+LEAST_NATS = 1e-5  # allows for errors that do not shrink with eps, e.g. in tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # added for sampled tokens: they are at higher positions than the probe's, and may be few
 MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
 BIAS = 0.25  # × the bound of the mean, for the mean signed difference: rounding errors have both signs
@@ -189,7 +189,6 @@ class Probe:
         return [[draw.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(self.num)]
 
     def _compare(self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]] | None) -> dict[str, float]:
-        """Does rank 0's part of `compare`."""
         engine = trainer.rollout.engine
         assert engine is not None
         checks = engine.verified_by()
@@ -232,14 +231,13 @@ class Probe:
         return {"sync/probe_abs_dlogp_nats": max(differences[name] for name in right)} if right else {}
 
     def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
-        """Drops the wrong replicas if others remain; raises otherwise."""
         problems = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
         can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
         if not can_drop:
             raise WeightSyncError(
                 f"After the weight sync, the engine has different weights from the trainer. {problems}. The engine "
                 "ignored all or part of the update, or computes in a different precision: check its log and dtype, or "
-                "set WeightSync.verify to false if it rounds its logprobs more."
+                "set WeightSync.verify to false if it rounds its logprobs more coarsely."
             )
         self._dropped |= set(wrong)
         for name, problem in wrong.items():
@@ -276,8 +274,7 @@ def trainer_logprobs(
         )
         model = module.parallel_models["policy"]
         plain = contextlib.nullcontext()
-        is_plain = is_scaled and skips_autocast(trainer, module)
-        context = plain if is_plain else trainer.precision_plugin.forward_context()
+        context = plain if is_scaled and skips_autocast(trainer, module) else trainer.precision_plugin.forward_context()
         with torch.no_grad(), context, plain if is_scaled else _unscaled(model):
             (outputs,) = model.forward([experience.to(module.device)])
         rows = outputs.logprobs.float().cpu().tolist()

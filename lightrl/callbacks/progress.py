@@ -43,7 +43,7 @@ _UNCOUNTED_FORMAT = "{desc}{postfix}"
 _LINE_CHARS = 100
 _SILENT_S = 10.0  # an iteration gets a line if it ends at least this long after the last printed line
 _SILENT_PHASE_S = 60.0  # without bars, a phase gets a line this long after the last printed line
-_REPAINT_S = 0.1  # between two repaints within a phase
+_REPAINT_S = 0.1  # minimum time between two repaints within a phase
 _DIM, _BOLD, _PLAIN = "\033[2m", "\033[1m", "\033[0m"
 
 
@@ -237,7 +237,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Shows a phase, without numbers if `done` is None; a new phase is shown at once, because it may take long."""
+        """Shows a phase, without numbers if `done` is None; a new phase at once, because it may take a while."""
         if self._is_training and self.has_bars:
             self._draw_phase(name, done, total)
         elif self._is_training and self.is_enabled and time.monotonic() - self._printed_s >= _SILENT_PHASE_S:

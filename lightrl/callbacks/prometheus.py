@@ -24,9 +24,9 @@ TOKEN_VARIABLE = "LIGHTRL_METRICS_TOKEN"
 class PrometheusMetrics(RLCallback):
     """Serves every logged metric at `http://host:port/metrics` while `fit` runs.
 
-    `rollout/reward` is `lightrl_rollout_reward{metric="rollout/reward"}`. `lightrl_iteration` is the number of finished
-    iterations and `lightrl_last_iteration_timestamp_seconds` the Unix time at which the last one ended, or `fit` began:
-    an alert on the age of this timestamp detects a hanging run. Only rank 0 serves. docs/grafana.json is a dashboard.
+    `rollout/reward` becomes `lightrl_rollout_reward{metric="rollout/reward"}`. `lightrl_iteration` counts the finished
+    iterations; `lightrl_last_iteration_timestamp_seconds` is the Unix time at which the last one ended, or `fit` began.
+    An alert on the age of this timestamp detects a hanging run. Only rank 0 serves. docs/grafana.json is a dashboard.
 
     Args:
         port: 0 picks a free port; the attribute `url` contains it.
@@ -34,8 +34,8 @@ class PrometheusMetrics(RLCallback):
             `LIGHTRL_METRICS_TOKEN`; Prometheus sends it with `authorization: {credentials_file: …}`.
 
     Raises:
-        ValueError: the address is not the loopback and no token is set, or prometheus-client is missing.
-        OSError: another process listens on the port.
+        ValueError: if the address is not the loopback and no token is set, or if prometheus-client is missing.
+        OSError: if another process listens on the port.
     """
 
     def __init__(self, port: int = 9464, *, host: str = "127.0.0.1") -> None:

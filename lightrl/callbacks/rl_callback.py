@@ -34,6 +34,8 @@ class RLCallback(Callback):
     Inheriting from this class is therefore optional; it documents the names and signatures.
     """
 
+    is_single = False  # True if a trainer takes at most one callback of this class
+
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
 
@@ -60,15 +62,14 @@ class RLCallback(Callback):
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
         """Called when the iteration's rewards are set and trajectories with a failed reward are removed.
 
-        On-policy, model calls that need no rewards may be done by then; otherwise it follows `on_rollout_end` directly.
+        On-policy runs may first make model calls that need no rewards; other runs call it right after `on_rollout_end`.
         """
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> Experience | None:
         """Called before the update, when model calls are done and advantages are set.
 
         Returns:
-            None to leave the experience unchanged, or `dataclasses.replace(experience.local, ...)` with a smaller loss
-            mask or different advantages.
+            None, or `dataclasses.replace(experience.local, ...)` with a smaller loss mask or different advantages.
         """
         return None
 

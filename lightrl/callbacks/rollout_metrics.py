@@ -45,9 +45,9 @@ class RolloutMetrics(RLCallback):
 
     If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from the
     group. `rollout/zero_variance_fraction` is the share of such groups. If it is 1 for several iterations in a row, one
-    warning explains why; the next can come only after the share falls. Groups of one trajectory are not counted.
+    warning explains why; another can follow only after the share has fallen. Groups of one trajectory do not count.
 
-    docs/reference/metrics.md explains each metric. Each time the number of failures doubles, a warning quotes the last.
+    When the number of failures doubles, a warning quotes the last one. See docs/reference/metrics.md for the metrics.
 
     Args:
         zero_variance_patience: iterations in a row without any reward variance before the warning.
@@ -63,7 +63,7 @@ class RolloutMetrics(RLCallback):
             metric.distributed_available_fn = lambda: False  # no reduction: each rank updates it with all groups
         self._num_flat_iterations = 0  # iterations in a row without variance in any group
         self._groups: list[Group] = []  # groups of this iteration
-        self._num_dropped: Counter[str] = Counter()  # reason → number; 0 for reasons that occurred in the past
+        self._num_dropped: Counter[str] = Counter()  # reason → number; 0 for reasons of earlier iterations
         self._num_failed = 0  # failed trajectories in this fit
         self._warns_at = 1  # number of failed trajectories at which the next warning is due
         self._last_failure = ""
@@ -210,7 +210,7 @@ class RolloutMetrics(RLCallback):
 
 
 class MeansSince:
-    """Computes means over what was added to running sums since the last call."""
+    """Computes means of what was added to running sums since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -229,7 +229,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     if not trajectories:
         raise ValueError("There are no trajectories: every group of this iteration was dropped.")
     named: defaultdict[str, list[float]] = defaultdict(list)
-    rewards: list[Any] = []  # numbers, because the rollout gives only trajectories with rewards
+    rewards: list[Any] = []  # never None: the rollout hands over only trajectories with rewards
     for trajectory in trajectories:
         rewards.append(trajectory.reward)
         for name, value in trajectory.metrics.items():

@@ -73,7 +73,6 @@ class RunCost(RLCallback):
             log.info("The run used %.3g device hours for %.3g trained tokens%s.", hours, num, price)
 
     def values(self) -> dict[str, float]:
-        """Returns the metrics, by name."""
         hours = self._hours_before
         if self._started_s is not None:
             hours += (time.monotonic() - self._started_s) / 3600 * self._num_paid
@@ -85,7 +84,7 @@ class RunCost(RLCallback):
         return costs
 
     def _stop(self) -> None:
-        """Ends the time to pay for; a later `fit` adds its own."""
+        """Stops the clock; a later `fit` adds its own time."""
         self._hours_before, self._started_s = self.values()["cost/device_hours"], None
 
     def state_dict(self) -> JsonObject:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lightrl.rollout.rl_trainer import RLTrainer
     from lightrl.trajectory import Group
 
-
 log = logging.getLogger(__name__)
 
 # File pattern in the run's folder → content of the file; the most useful first.
@@ -126,7 +125,7 @@ _EVERY_S = 1.0  # minimum time between two writes within a phase
 class StatusFile(RLCallback):
     """Writes `status.json` to the run's folder when the phase changes, and every second within a phase.
 
-    If the disk is full, the file stays unchanged: the run's next write fails with a better message.
+    If the disk is full, the file stays unchanged; another write of the run then fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -172,11 +171,10 @@ class StatusFile(RLCallback):
         self._enter(trainer, "end of the iteration")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            self._enter(trainer, "interrupted")
-            return
-        self._content["error"] = f"{type(exception).__name__}: {exception}"
-        self._enter(trainer, "failed")
+        is_interrupt = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if not is_interrupt:
+            self._content["error"] = f"{type(exception).__name__}: {exception}"
+        self._enter(trainer, "interrupted" if is_interrupt else "failed")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if self._content.get("phase") not in ("failed", "interrupted"):
@@ -301,8 +299,7 @@ def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    It also saves at the end and on exceptions, unless another ModelCheckpoint does. The Trainer adds it to every run
-    that saves checkpoints.
+    It also saves at the end and on exceptions if no other ModelCheckpoint does. Every run with checkpoints has one.
 
     Args:
         dirpath: the checkpoint's folder; None means the folder of the run's other checkpoints.

@@ -33,8 +33,8 @@ class SelfPlay(RLCallback):
     The run's seed determines which version plays in an iteration, and which episodes and roles it plays. The opponent
     decodes on rank 0, in the dtype of the policy's engine, with a second copy of the policy. The opponent's tokens are
     not in the trajectories, so they are never trained on. Checkpoints contain the pool, so a resumed run has the same
-    opponents; each version is as large as the exported weights. `max_staleness` must be 0: no episode continues when
-    its opponent is replaced.
+    opponents; each version is as large as the exported weights. `max_staleness` must be 0, so that no episode is still
+    running when its opponent is replaced.
 
     Args:
         every_n_iterations: how often the current version joins the pool, which starts with the initial version.
@@ -65,10 +65,10 @@ class SelfPlay(RLCallback):
         if trainer.rollout.workflow is not None:  # on rank 0
             workflows = [item for item in _workflows(trainer.rollout.workflow) if isinstance(item, MultiAgent)]
         if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
-            raise ValueError("SelfPlay plays agents of the workflow MultiAgent. Set model.workflow to it.")
+            raise ValueError("SelfPlay needs the workflow MultiAgent, whose agents it plays. Set model.workflow to it.")
         if workflows:
-            engines = sorted(trainer.rollout.engine.dtypes() - {"float8_e4m3fn"})
-            self._engine = LocalEngine(record_routes=False, dtype=engines[0] if engines else "auto")
+            dtypes = sorted(trainer.rollout.engine.dtypes() - {"float8_e4m3fn"})
+            self._engine = LocalEngine(record_routes=False, dtype=dtypes[0] if dtypes else "auto")
             self._engine.trainer_precision = str(trainer.precision)
             self._engine.place([pl_module.device])
             self._engine.start(pl_module.policy_config)

@@ -39,10 +39,11 @@ FIRST_ITERATIONS = 20  # even healthy runs take large steps here
 class LagWatch:
     """Reports when the policy is, or soon will be, too far from the trajectories that it learns from.
 
-    It checks means over the last iterations for three problems. A few tokens carry most of the weight: the effective
-    sample size is below `LOW_ESS_FRACTION`. The policy is far from the behavior policy: KL(behavior ‖ policy) is above
-    `HIGH_KL_NATS`. Steps are larger than the gradients explain (AdamW can do this): the geometric mean of KL(before ‖
-    after) is above `LARGE_STEP_NATS` · √(mean gradient norm). For the bounds, see `benchmarks.lag`, docs/algorithms.md.
+    It compares means over the last iterations with three bounds. If the effective sample size is below
+    `LOW_ESS_FRACTION`, a few tokens carry most of the weight. If KL(behavior ‖ policy) is above `HIGH_KL_NATS`, the
+    policy is far from the behavior policy. If the geometric mean of KL(before ‖ after) is above `LARGE_STEP_NATS` ·
+    √(mean gradient norm), steps are larger than the gradients explain, as AdamW's can be. docs/algorithms.md and
+    `benchmarks.lag` explain the bounds.
     """
 
     def __init__(self, last: Iterable[tuple[float, float, float, float]] = ()) -> None:
@@ -53,9 +54,7 @@ class LagWatch:
     def new_problem(self, ess_fraction: float, kl_nats: float, step_nats: float, grad_norm: float) -> str | None:
         """Adds an iteration's values; returns the problem they reveal, or None if there is no new problem.
 
-        Args:
-            step_nats: 0 if unknown, and during the `FIRST_ITERATIONS`.
-            grad_norm: gradient norm before clipping.
+        `step_nats` is 0 if unknown, and during the `FIRST_ITERATIONS`; `grad_norm` is measured before clipping.
         """
         had_problem = self._problem is not None
         self.last.append((ess_fraction, kl_nats, step_nats, grad_norm))
@@ -69,7 +68,7 @@ class LagWatch:
         ess_fraction, kl_nats = (statistics.fmean(values[-LAG_ITERATIONS:]) for values in (ess_fractions, kls_nats))
         are_steps_known = len(steps_nats) == STEP_ITERATIONS and min(steps_nats) > 0
         step_nats = statistics.geometric_mean(steps_nats) if are_steps_known else 0.0
-        root = math.sqrt(statistics.fmean(grad_norms)) or math.inf  # without a gradient no step is too large
+        root = math.sqrt(statistics.fmean(grad_norms)) or math.inf  # without a gradient, no step counts as too large
         self.means = [ess_fraction, kl_nats, step_nats / root]
         in_mean = f"mean of the last {LAG_ITERATIONS} iterations"
         if ess_fraction < LOW_ESS_FRACTION:
@@ -87,10 +86,9 @@ class StalenessControl(RLCallback):
     """Bounds the staleness of every trained token: current weight version − version that sampled it, in versions.
 
     With 0, the loop is on-policy: it collects an iteration, learns, syncs, and collects the next. With η > 0, rollouts
-    continue while the policy is updated, up to (η + 1)·P groups ahead; generations interrupted by a weight sync
-    continue with the new weights.
+    continue during updates, up to (η + 1)·P groups ahead; generations interrupted by a sync continue with new weights.
 
-    The trainer uses groups in the order of the prompt stream and discards none. If the next group is slow, it waits
+    The trainer uses groups in the order of the prompt stream and discards none. It waits for a slow group
     (`time/straggler_wait_s`), so that lengths have the same distribution in training as in sampling; see docs/async.md.
 
     It warns if a few tokens carry most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
@@ -130,7 +128,6 @@ class StalenessControl(RLCallback):
         )
 
     def on_experience_ready(self, trainer: RLTrainer, module: RLModule, experience: Experience) -> None:
-        """Checks the staleness of the tokens to be trained on."""
         if trainer.rollout.is_recorded:
             return  # recorded versions come from a different run
         local = experience.local

@@ -62,8 +62,8 @@ class TrajectoryLog(RLCallback):
     Args:
         every_n_iterations: iterations from one logged iteration to the next; 1 logs all that a run trains on.
         max_per_iteration: maximum number of trajectories per iteration; None writes all, which a replay needs.
-        table_every_n_iterations: how often a table is printed, and logged as `samples`, with all parts of the reward,
-            to Weights & Biases, MLflow, TensorBoard and Comet; None means never.
+        table_every_n_iterations: iterations between two tables, which are printed and, with all parts of the reward,
+            logged as `samples` to Weights & Biases, MLflow, TensorBoard and Comet; None prints none.
         table_rows: number of trajectories in the table, from the highest advantage to the lowest.
         score_per_iteration: number of trajectories per iteration for which to compute the trainer's logprobs, with an
             extra forward on every rank. Logprobs that the update needs anyway are always written.
@@ -226,7 +226,7 @@ def _records(
     weight_version: int,
     tokenizer: _Tokenizer | None,
 ) -> Iterator[JsonObject]:
-    """Yields a record for each trajectory: first the columns of a table, then the trajectory and per-token numbers."""
+    """Yields a record for each trajectory: the columns of a table, then the trajectory and per-token numbers."""
     prompt_texts: dict[str, str] = {}  # prompt id → text
     for row, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
         prompt = trajectory.prompt
@@ -292,10 +292,7 @@ def store_call_outputs(module: RLModule, experience: Experience, trajectories: S
 def pick_rows(
     trajectories: Sequence[Trajectory], advantages: Sequence[float | None], num: int
 ) -> list[tuple[Trajectory, float | None]]:
-    """Selects at most `num` trajectories, evenly spaced from the highest advantage to the lowest.
-
-    Equal advantages are sorted by reward.
-    """
+    """Selects at most `num` trajectories, evenly spaced from the highest advantage (then reward) to the lowest."""
     rows = sorted(
         zip(trajectories, advantages, strict=True),
         key=lambda row: (row[1] if row[1] is not None else 0.0, row[0].reward or 0.0),
@@ -349,7 +346,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    """Returns the texts of the policy and the environment, one line per part."""
+    """Returns what the policy and the environment wrote, one line per part."""
     if tokenizer is None or len(trajectory.turns) < 2:
         return _without_middle(trajectory.completion)
     bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]
@@ -396,7 +393,6 @@ def _cut(text: str, width: int) -> str:
 
 
 def pad(text: str, width: int) -> str:
-    """Pads the text with spaces to `width` columns."""
     return text + " " * (width - num_columns(text))
 
 

@@ -98,8 +98,7 @@ class WeightSync(RLCallback):
     memory while the engine generates.
 
     Args:
-        every_n_iterations: above 1, the engine lags behind on purpose; `StalenessControl.max_staleness` must be at
-            least `every_n_iterations - 1`.
+        every_n_iterations: iterations between two syncs. `StalenessControl.max_staleness` must be at least one less.
         verify: False trusts the engine: no probe, no digests, no bound on the mismatch and, with `max_staleness`, no
             copies of η + 1 versions of the trained parameters in host memory (see answer_check.py). `all` compares all
             trajectories, not only a few, with the trainer's logprobs, which takes an extra forward pass.
@@ -149,7 +148,7 @@ class WeightSync(RLCallback):
     def on_minibatch_start(
         self, trainer: RLTrainer, module: RLModule, minibatch: Experience, index: int, total: int
     ) -> None:
-        """Compares sampled tokens with the weights that sampled them, before an update changes the weights."""
+        """Checks sampled tokens against the weights that sampled them, before an update changes the weights."""
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
         num_checked = module.num_minibatches if checks_all else 1  # in the first update epoch: each row once
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
@@ -173,11 +172,10 @@ class WeightSync(RLCallback):
             return
         rl_trainer = cast("RLTrainer", trainer)
         if rl_trainer.rollout.weight_version != rl_trainer.weight_version:
-            with rl_trainer.ended_by_sigterm():  # servers may die at each load or probe, and nothing is lost
+            with rl_trainer.ended_by_sigterm():  # dead servers can delay a load or probe; stopping it loses nothing
                 self._sync(rl_trainer, module, rl_trainer.weight_version)
 
     def _sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> dict[str, float]:
-        """Loads a version, probes the engine, calls the hook, and returns the metrics."""
         logprobs = self._probe.logprobs_if_due(trainer, module, weight_version)
         ranks = ranks_of(trainer.strategy)
 
@@ -221,10 +219,7 @@ class RankShares:
         self._rollout: object = None  # the rollout for which `_folder` was chosen
 
     def buckets(self, trainer: RLTrainer, module: RLModule, bucket_bytes: int) -> Iterator[Bucket]:
-        """Yields the buckets for `rollout.load_weights`, one part that the engine loads after another.
-
-        Collective; each rank must read all buckets.
-        """
+        """Returns the buckets of every part that the engine loads. Collective; each rank must read all buckets."""
         model = module.parallel_models["policy"]
         holders = ranks_of(trainer.strategy).of_role("policy")
         if not holders.is_here:
@@ -237,7 +232,7 @@ class RankShares:
     def _part_buckets(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """Returns buckets of a part's parameters, from every rank or only rank 0 (`added`, which is small)."""
+        """Returns buckets of a part's parameters: every rank's share, or all on rank 0 (`added` is small)."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has this setting
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":

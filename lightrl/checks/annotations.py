@@ -1,7 +1,7 @@
-"""Annotations for type checkers and editors that jsonargparse must read differently.
+"""Annotations that type checkers and editors read, and simpler ones that jsonargparse reads in their place.
 
 For plain `**kwargs`, jsonargparse finds the constructors that receive them and reads their defaults and docstrings.
-With a TypedDict it would find neither.
+For a TypedDict, it would not.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def check_bounds(low: float, high: float = math.inf, /, **settings: float | None
 
 
 def check_kind(kind: type, /, **settings: object) -> None:
-    """Raises a TypeError that names the first setting that is neither None nor a `kind`."""
+    """Raises a TypeError that names the first setting that is neither None nor an instance of `kind`."""
     for name, value in settings.items():
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r:.200}.")
@@ -37,9 +37,9 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def real_number(value: Any) -> float:
-    """Converts a real number, including numpy's and torch's; otherwise raises TypeError, ValueError or RuntimeError."""
-    own = value.item() if hasattr(type(value), "item") else value  # numpy's strings and complex numbers have __float__
-    if not hasattr(type(own), "__float__"):
+    """Converts a real number, also numpy's or torch's; raises TypeError, ValueError or RuntimeError for others."""
+    item = value.item() if hasattr(type(value), "item") else value  # numpy's strings and complex numbers have __float__
+    if not hasattr(type(item), "__float__"):
         raise TypeError("it is not a real number")
     return float(value)
 
@@ -60,7 +60,7 @@ def check_choice(choices: Sequence[object], /, **settings: object) -> None:
 
 
 def check_effect(reason: str, /, **settings: tuple[object, object]) -> None:
-    """Raises ValueError for the first setting, as (value, default), that differs: it "has no effect {reason}"."""
+    """Raises ValueError, "NAME=VALUE has no effect REASON", for the first setting whose value and default differ."""
     for name, (value, default) in settings.items():
         if value != default:
             raise ValueError(f"{name}={value!r} has no effect {reason}. Remove it.")
@@ -90,7 +90,7 @@ def check_adamw(
 
 
 def names_of(template: str, setting: str) -> list[str]:
-    """Returns the names in a format string's braces; raises ValueError for unbalanced ones, as in JSON and LaTeX."""
+    """Returns the names in a format string's braces; raises ValueError if it is invalid, as JSON and LaTeX may be."""
     try:
         names = list(_names(template))
         bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)

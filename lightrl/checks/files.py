@@ -22,10 +22,8 @@ def check_local(**path_by_setting: object) -> None:
     """Raises ValueError if a setting's path is a URL, which would otherwise become the name of a local folder."""
     for name, path in path_by_setting.items():
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):
-            raise ValueError(
-                f"{name}={str(path)!r} must be a local or mounted folder, not a URL. Copy the folder to the URL "
-                "after the run."
-            )
+            fix = "Copy the folder there after the run."
+            raise ValueError(f"{name}={str(path)!r} must be a local or mounted folder, not a URL. {fix}")
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -55,7 +53,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
 
 
 def nearest_files(path: Path, *suffixes: str) -> str:
-    """Returns hints for finding a missing file: the folder that is missing, similar names, or files with its suffix."""
+    """Returns a hint for a missing file: the folder that is missing, similar names, or files with these suffixes."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -74,7 +72,7 @@ def nearest_folder(place: Path) -> Path:
 
 
 def cause_to_show(error: BaseException) -> BaseException | None:
-    """Returns the cause for `raise … from`: an OSError, if any; None for a full disk, which needs no details."""
+    """Returns the cause for `raise … from`: the underlying OSError or else the error itself; None for a full disk."""
     return None if is_disk_full(error) else next(_of_system(error), error)
 
 
@@ -99,10 +97,7 @@ SUMS_FILE = "sha256sums.txt"
 
 
 def publish(part: Path, place: Path) -> None:
-    """Atomically renames a complete file or folder to `place`, so that `place` is never incomplete.
-
-    Syncs the folder entries to the disk; the writers must sync the files' contents.
-    """
+    """Atomically renames a complete file or folder to `place` and syncs the names; writers must sync the contents."""
     if part.is_dir():
         _sync_names(part)
     _rename(part, place)
@@ -110,7 +105,7 @@ def publish(part: Path, place: Path) -> None:
 
 
 def restore(place: Path) -> None:
-    """Renames a folder back to `place` if a `publish` was killed midway on a system that cannot swap two names."""
+    """Renames the old folder back to `place` if `publish` was killed midway on a system without atomic exchange."""
     if not place.exists() and _replaced(place).exists():
         _replaced(place).rename(place)
 
@@ -166,7 +161,7 @@ def remove_path(path: Path) -> None:
 
 
 def _swap(left: Path, right: Path) -> bool:
-    """Exchanges two names atomically; returns False if the system cannot."""
+    """Atomically exchanges two paths; returns False if the system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -188,7 +183,7 @@ def write_sums(folder: Path, names: Iterable[str] | None = None) -> None:
 def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
     """Raises ValueError, ending with `fix`, if a file is missing or does not match its checksum.
 
-    The files in `needed` must have a checksum; if any file has one, all weight files must have one.
+    Files in `needed` must have a checksum; if any file has one, all weight files must.
     """
     sums = folder / SUMS_FILE
     lines = sums.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if sums.is_file() else []
@@ -197,7 +192,7 @@ def check_sums(folder: Path, fix: str, *, needed: Iterable[str] = ()) -> None:
         raise ValueError(f"{str(sums)!r} is missing or does not list {name}. {fix}")
     for file in sorted(folder.glob("*.safetensors")) if lines else []:
         if file.name not in sum_by_name:
-            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}; they are of two saves. Delete the older one.")
+            raise ValueError(f"{str(file)!r} is not in {SUMS_FILE}: they come from two saves. Delete the older one.")
     for name, expected_sum in sum_by_name.items():
         file = folder / name
         if not file.is_file() or _sum_of(file) != expected_sum:

@@ -25,9 +25,9 @@ _ARGUMENT = re.compile(r"([\w.-]+) *[:=] *(\S.*)")  # an argument or a header
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether a setting, header or environment variable holds a secret, by the last part of its dotted name."""
+    """Whether a setting, header or environment variable is secret, judging by its value and the end of its name."""
     name = re.sub(r"-|(?<=[a-z])(?=[A-Z])", "_", name.rpartition(".")[2].lstrip("-"))
-    pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()
+    pattern, lower = _VARIABLE if name.isupper() else _SETTING, name.lower()  # variables are in capitals
     match = pattern.fullmatch(lower) or _BY_VALUE.fullmatch(f"{lower}={value}")
     return match is not None and not _PLACEHOLDER.fullmatch(value)
 

@@ -41,13 +41,10 @@ def named_user_code(name: str, *, on: str = "") -> AbstractContextManager[None]:
 
 
 def function_of(source: str | Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Imports the function of a dotted path `package.module.function` or `….Class.function`; returns a function as is.
-
-    Args:
-        name: the setting's name, for messages.
+    """Imports the function at a dotted path `package.module.function` or `….Class.function`; returns a function as is.
 
     Raises:
-        ValueError: if it does not exist; the message names the wrong part of the path and similar names.
+        ValueError: if it does not exist; the message has the setting's `name`, the wrong part and similar names.
     """
     if not isinstance(source, str):
         return source

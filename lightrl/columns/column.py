@@ -75,7 +75,7 @@ class TokenArray(Sequence[_Number]):
 
     @property
     def stored(self) -> tuple[bytes, bytes]:
-        """The numbers in this machine's byte order, and the int32 ends of their runs, empty if there are no runs."""
+        """The numbers in this machine's byte order, and the int32 ends of their runs (empty without runs)."""
         return bytes(self._values), self._ends
 
     @classmethod
@@ -189,7 +189,7 @@ Columns: TypeAlias = Mapping[str, Values]  # column name → values
 class Column:
     """The declaration of a column; subclasses override how its values are joined and cut.
 
-    Example, a float for each sampled token, and 0 for tokens that the policy did not sample:
+    Example, a float for each token, 0 where the policy did not sample the token:
         register(Column("doubt", "f"))
 
     Args:
@@ -240,7 +240,7 @@ class Column:
             raise ValueError(f"{self.name} must be numbers of type {dtype}, one for each token: {error}.") from error
 
     def problem(self, values: Values, num_tokens: int) -> str | None:
-        """Returns the rest of an error message that starts with "A trajectory"; None if the values fit it."""
+        """Returns why the values do not fit `num_tokens` tokens, as text after "A trajectory "; None if they fit."""
         if self.width is None:
             if num_tokens == 0 or len(values) % num_tokens == 0:
                 return None
@@ -257,7 +257,7 @@ class Column:
         )
 
     def requirement(self, sampling: Any) -> str:
-        """Returns why an engine must return this column if Sampling has the property `required_if`."""
+        """Explains why an engine must return this column if the Sampling property named by `required_if` is true."""
         raise NotImplementedError(f"{type(self).__name__} has required_if but not requirement.")
 
     def joined(self, parts: Sequence[tuple[Values | None, int]]) -> Values | None:
@@ -285,11 +285,10 @@ class Column:
         return parts[0] if len(parts) == 1 else TokenArray.joined(parts, self.code, as_runs=self.as_runs)
 
     def filled(self, num_tokens: int, width: int = 1) -> Values:
-        """Returns fill values for `num_tokens` tokens."""
         return TokenArray.of_runs([(self.fill, num_tokens * width)], self.code)
 
     def rows(self, trajectories: Sequence[Any]) -> list[Any] | None:
-        """Returns a numpy array per Trajectory: [T], [T, width], or bytes of codes; None if none has the column."""
+        """Returns a numpy array per Trajectory: [T], [T, width], or bytes of codes; None if none has values."""
         columns = [item.columns.get(self.name) for item in trajectories]
         pairs = list(zip(columns, trajectories, strict=True))
         widths = {self._width(values, len(item.token_ids)) for values, item in pairs if values is not None}
@@ -306,7 +305,7 @@ class Column:
         return arrays if self.is_coded or self.width == 1 else [array.reshape(-1, width) for array in arrays]
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Returns the values for a trajectory without the column, if other trajectories have it."""
+        """Returns the values for a trajectory that lacks the column while others have it."""
         return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:
@@ -315,7 +314,7 @@ class Column:
         return len(values) // num_tokens if num_tokens else 0
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
-        """Returns the index at which each of these tokens' values starts; `num_tokens` stands for the end."""
+        """Returns the index of each of these tokens' first value; the token `num_tokens` stands for the end."""
         width = self._width(values, num_tokens)
         return [token * width for token in tokens]
 
@@ -361,7 +360,7 @@ def register(column: Column) -> None:
 
 
 def registered() -> tuple[Column, ...]:
-    """Returns all columns except those of TOKENS, in the order of registration."""
+    """Returns the registered columns in order of registration; those of TOKENS are not among them."""
     return tuple(_columns.values())
 
 

@@ -12,7 +12,7 @@ NATIVE = 255  # the value of every byte of a token's routes if its experts are u
 
 @dataclass(frozen=True)
 class _Routes(Column):
-    """Routes of tokens. A completion has its prompt's routes, but none for its last token, which no model has read."""
+    """A completion's routes include its prompt's, but not its last token's, because no model has read that token."""
 
     def extended(self, before: Values | None, num_before: int, new: Values | None, num_new: int) -> Values | None:
         """Extends the routes. If the engine has recomputed tokens of the prompt, their new routes replace the old ones.

@@ -32,11 +32,9 @@ TOPK_NAMES = (TOPK_IDS.name, TOPK_LOGPROBS.name)
 
 
 def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dict[str, Values]:
-    """Makes both columns from the likely tokens of each sampled token.
+    """Makes both columns from (logprob, token id) pairs in any order, for each sampled token.
 
-    Args:
-        tokens: (logprob, token id) pairs in any order, for each sampled token; the `num` most likely are kept.
-        num: K. A token with fewer pairs, because its vocabulary or support is smaller, gets entries without a token.
+    The `num` most likely pairs are kept. If the vocabulary or support has fewer, entries without a token are added.
     """
     ids: list[int] = []
     logprobs: list[float] = []
@@ -53,12 +51,12 @@ def topk_parts(ids: Any, logprobs: Any, widths: Sequence[int]) -> list[dict[str,
 
     Args:
         ids, logprobs: tensors [n, K], the most likely first.
-        widths: the number of tokens that each row asks for, [n].
+        widths: the number of likely tokens to return for each row, [n].
     """
     import numpy as np
 
     num = max(widths, default=0)
-    missing = ((0, 0), (0, max(0, num - ids.shape[1])))  # if a row asks for more tokens than the vocabulary has
+    missing = ((0, 0), (0, max(0, num - ids.shape[1])))  # padding if a row asks for more tokens than the vocabulary has
     all_ids = np.pad(ids.cpu().numpy().astype(np.int32), missing)
     all_logprobs = np.pad(logprobs.cpu().numpy().clip(min=NO_TOKEN), missing, constant_values=NO_TOKEN)
     return [

@@ -9,17 +9,12 @@ from typing import Any
 from lightrl.columns.column import Column, TokenArray, Values
 
 TURN_INDICES = Column("turn_indices", "i", fill=-1, as_runs=True)  # from 0; -1 for tokens that the policy only read
-# Hash of the observation before the token's turn (the prompt, before the first); equal observations have equal hashes.
+# Hash of the observation before the token's turn (for the first turn, the prompt), equal for equal observations.
 TURN_STATES = Column("turn_states", "i", fill=-1, as_runs=True)
 
 
 def turn_columns(token_ids: Sequence[int], turns: Iterable[tuple[int, int]], num_tokens: int) -> dict[str, Values]:
-    """Makes both columns of a trajectory's first `num_tokens` tokens.
-
-    Args:
-        token_ids: all token ids; only the first `num_tokens` are used.
-        turns: start and end of each turn's completion, in order.
-    """
+    """Makes both columns for the first `num_tokens` tokens; `turns` lists each turn's completion as (start, end)."""
     indices: list[tuple[float, int]] = []
     states: list[tuple[float, int]] = []
     before = 0

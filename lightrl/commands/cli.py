@@ -51,7 +51,7 @@ _Level = Literal["debug", "info", "warning", "error"]
 class ConfigParser(TextParser, LightningArgumentParser):
     """Takes the text of config files from `files` instead of reading them again, and never parses a string twice.
 
-    When jsonargparse builds or saves settings, it would parse strings again if their setting has the type Any.
+    Otherwise, jsonargparse would parse a string again when it builds or saves a setting of type Any.
     """
 
     files: Mapping[str, ConfigText] = {}  # keys are names on the command line
@@ -171,19 +171,14 @@ class LightRLCLI(LightningCLI):
         if type(self.model) is L.LightningModule:
             raise UsageError(f"model must name a class{self._user_settings.origin('model')}, such as class_path: GRPO.")
         if self.datamodule is None and not is_overridden("train_dataloader", self.model):
-            raise UsageError(
-                "data must be set, in a --config file or as --data, to a class that provides the training data, such "
-                "as PromptDataModule."
-            )
+            raise UsageError("data must be set, in a --config file or as --data, to a class such as PromptDataModule.")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         trainer = cast(Trainer, super().instantiate_trainer(**kwargs))
         pipes = [name for name in self._user_settings.files if not Path(name).expanduser().is_file()]
         if pipes and trainer.strategy.launcher is not None:  # the launcher repeats the command line in other processes
-            raise UsageError(
-                f"--config {pipes[0]} can be read only once, but {trainer.num_devices} processes need it. Write it to "
-                "a file."
-            )
+            needed = f"{trainer.num_devices} processes need it. Write it to a file."
+            raise UsageError(f"--config {pipes[0]} can be read only once, but {needed}")
         logger = self.config[self.config.subcommand].trainer.logger
         # in a fast_dev_run or barebones run, the logger is not Lightning's default
         if logger in (None, True) and [type(logger) for logger in trainer.loggers] == [TensorBoardLogger]:
@@ -192,10 +187,7 @@ class LightRLCLI(LightningCLI):
         return trainer
 
     def after_instantiate_classes(self) -> None:
-        """Gives the trainer its settings, reports unused ones, and defers building `optimizer`.
-
-        An RLModule creates its parameters only after its trainer has started.
-        """
+        """Gives the trainer its settings, reports unused ones, and defers building `optimizer`."""
         parsed = self.config[self.config.subcommand]
         self.trainer.settings = _plain(without_secrets(parsed).as_dict())
         entry_point("unused settings")(self._user_settings, parsed, self.model, self.datamodule)
@@ -207,6 +199,7 @@ class LightRLCLI(LightningCLI):
             return
         module_name, note = type(self.model).__name__, "" if scheduler else ", with the model's warm-up and lr_decay"
         log.info("Using optimizer %s instead of %s's own%s.", optimizer["class_path"], module_name, note)
+        # an RLModule creates its parameters only after its trainer has started
         self.model.configure_optimizers = partial(_configured_optimizers, self.model, optimizer, scheduler)
 
     def fit(self, **kwargs: Any) -> None:
@@ -293,7 +286,7 @@ class _PredictionFile(L.Callback):
                 file.write(encode_json(trajectory) + b"\n")
 
     def _new_file(self) -> Path:
-        """Makes a file; without a logger, other runs may have files in the folder, or make one at this moment."""
+        """Creates a file under a new name; without a logger, other runs may do so in the same folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number, path = 1, self.folder / "predictions.jsonl"
         while True:

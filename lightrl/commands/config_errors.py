@@ -166,7 +166,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return super().parse_object(obj, namespace, *rest, **options)
 
     def _merge_earlier(self, name: str, value: Any, earlier: Any) -> Any:
-        """Returns the value; if it adds settings to an earlier string, that becomes the first field of a data class."""
+        """Returns the value. A string in `earlier` to which it adds settings becomes a data class's first field."""
         kinds, added = classes_in(self._type(name)), value
         if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
             first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
@@ -193,20 +193,21 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
 
     def _value(self, path: str, typed: str, earlier: Any) -> object:
         """Returns a Flag for a class's parser, a string setting's text, or `typed` for jsonargparse to read as YAML."""
-        name = path
+        name = path  # the setting, or its nearest parent that has a flag
         while f"--{name}" not in self._option_string_actions and "." in name:
             name = name.rpartition(".")[0]
         hint, below = self._type(name), path[len(name) + 1 :].removeprefix("init_args.")
         kinds, first, loaded = classes_in(hint), below.partition(".")[0], None
         with contextlib.suppress(yaml.YAMLError, RecursionError):
             loaded = get_loader("yaml")(typed)
-        if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:
-            self._merge_earlier(name, nested(below, loaded), earlier)
+        if below and kinds and not takes_mapping(hint) and first not in CLASS_KEYS:  # a setting of a class
+            self._merge_earlier(name, nested(below, loaded), earlier)  # changes only `earlier`
             return Flag(typed)
-        value = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
-        if value is not None:
-            return SettingText(value) if isinstance(value, str) else value
+        texts = value_of_text(typed, value_type(hint) if below else hint, is_item=path.endswith("+"))
+        if texts is not None:
+            return SettingText(texts) if isinstance(texts, str) else texts
         value = self._merge_earlier(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
+        # only for `--name+` can the value differ from what was typed: strings in it became data classes
         return value if path.endswith("+") and isinstance(value, list) else typed
 
 
@@ -283,7 +284,7 @@ class _SettingCheck:
             raise UsageError(self._wrong_text(path, value, _describe(hint)))
 
     def _check_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
-        """Checks a class with its arguments; lightrl's own code passes the first `num_given`."""
+        """Checks a class with its arguments, of which lightrl's own code passes the first `num_given`."""
         if isinstance(settings.get("class_path"), ClassOrText):
             added = {key: value for key, value in settings.items() if key != "class_path"}
             kept = with_first_fields(settings["class_path"], kinds, added)
@@ -384,7 +385,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
-    """Returns `value`, in which each string that `added` adds settings to becomes the first field of its data class."""
+    """Returns `value`; strings in it to which `added` adds settings become the first field of their data class."""
     added = _items(_items(added).get("init_args", added))
     if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
         return value
@@ -467,10 +468,8 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
         here = [file.stem for file in Path.cwd().glob("*.py")]
         known = f" Did you mean {_public_name(classes[name])}?" if name in classes else ""
         hint = known or did_you_mean(module_name, here, num=2, form=f"{{}}.{name}")
-        raise UsageError(
-            f"{setting}: there is no module {error.name}, neither installed nor in the working folder "
-            f"({Path.cwd()}).{hint}"
-        ) from error
+        missing = f"there is no module {error.name}, neither installed nor in the working folder ({Path.cwd()})"
+        raise UsageError(f"{setting}: {missing}.{hint}") from error
     target = getattr(module, name, None)
     if target is None:
         hint = did_you_mean(name, dir(module), form=f"{module_name}.{{}}")
@@ -489,7 +488,6 @@ def _fits(kind: type, base: type) -> bool:
 
 
 def _accepts(value: object, hint: object) -> bool:
-    """Whether the parser accepts this value for a setting of this type."""
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
     try:

@@ -52,7 +52,7 @@ class SettingText(str):
 
 
 class _Unread(str):
-    """A stripped string that equals `-` and never `null`, so that jsonargparse reads it neither as YAML nor as null."""
+    """A stripped string that equals `-` but never `null`, so that jsonargparse reads it neither as YAML nor as null."""
 
     __hash__ = str.__hash__
 
@@ -98,15 +98,16 @@ class UserSettings:
             elif name.startswith("--") and name != "--print_config" and not name.endswith(".help"):
                 if value == "--":  # argparse would turn it into an empty list
                     raise UsageError(f"{name} needs a value, got --.")
+                path = name[2:]
                 loaded = None
                 with contextlib.suppress(yaml.YAMLError):
                     loaded = get_loader("yaml")(value) if value.lstrip().startswith(("{", "[")) else None
                 read = loaded if isinstance(loaded, dict | list) else Flag(value)
-                paths = [f"{name[2:]}.class_path", *(path for path, _ in walk(loaded, name[2:]))]
+                paths = [f"{path}.class_path", *(inner for inner, _ in walk(loaded, path))]  # the value may be a class
                 if isinstance(loaded, dict) and "class_path" in loaded:  # its other keys belong below init_args
-                    paths = [path for path in paths if path[len(name) - 1 :].partition(".")[0] in ("", *CLASS_KEYS)]
+                    paths = [inner for inner in paths if inner[len(path) + 1 :].partition(".")[0] in ("", *CLASS_KEYS)]
                 origins = dict.fromkeys(paths, ON_COMMAND_LINE)
-                yield nested(name[2:], [read] if name.endswith("+") and not isinstance(read, list) else read), origins
+                yield nested(path, [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:
         """Returns the origin of this path or of its nearest parent with a known one, such as ` (run.yaml:22)`."""
@@ -229,8 +230,7 @@ def _load_yaml(text: str) -> object:
 def keep_texts(settings: Any, *, in_classes: bool = True) -> Any:
     """Copies settings, and turns each string that YAML would read as another type into a SettingText.
 
-    Args:
-        in_classes: also convert the arguments of classes; False if the parser of each class converts them.
+    With `in_classes=False`, leaves the arguments of classes to each class's own parser.
     """
     return _map_strings(settings, _setting_text, in_classes)
 
@@ -251,7 +251,6 @@ _MAPPINGS, _SEQUENCES = (dict, OrderedDict, MappingProxyType), (list, tuple, set
 
 
 def _map_strings(value: Any, convert: Callable[[str], str], in_classes: bool = True) -> Any:
-    """Copies settings and converts each string, at any depth; for `in_classes`, see `keep_texts`."""
     copied = partial(_map_strings, convert=convert, in_classes=in_classes)
     keys = vars(value) if isinstance(value, Namespace) else value if isinstance(value, dict) else {}
     if not in_classes and "class_path" in keys and (keys is not value or keys.keys() <= set(CLASS_KEYS)):
@@ -319,15 +318,13 @@ def _lines(tree: yaml.Node, path: str) -> dict[str, int]:
             raise UsageError(f"{place} is set twice in {path}, in lines {lines[place]} and {line}. Keep one of them.")
         lines[place] = line
         if len(lines) > _MAX_NODES or place.count(".") + place.count("[") > _MAX_DEPTH:
-            raise UsageError(
-                f"--config {path} has more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line}). "
-                "Replace its YAML aliases with their values, and keep data in separate files."
-            )
+            sizes = f"more than {_MAX_NODES} settings, or more than {_MAX_DEPTH} levels (line {line})"
+            fix = "Replace its YAML aliases with their values, and keep data in separate files."
+            raise UsageError(f"--config {path} has {sizes}. {fix}")
     return lines
 
 
 def _line_numbers(node: yaml.Node, path: str) -> Iterator[tuple[str, int]]:
-    """Yields the path and line of each key and list item below a YAML node."""
     below: list[tuple[str, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         below = [(f"{path}.{key.value}" if path else str(key.value), key, value) for key, value in node.value]
@@ -346,7 +343,7 @@ def nested(path: str, value: object) -> JsonObject:
 
 
 def _with_last(items: list[Any], layer: JsonMapping) -> list[Any]:
-    """Returns the list with these settings in its last item or, if that is a class, in its `init_args`."""
+    """Returns the list with `layer` merged into its last item or, if that is a class, into its `init_args`."""
     *others, last = items or [{}]
     last = copy.deepcopy(last) if isinstance(last, dict) else {"class_path": last}
     target = last

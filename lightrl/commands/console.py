@@ -57,7 +57,7 @@ def run_folder(trainer: L.Trainer) -> Path | None:
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
     """Runs a command with callbacks for its trainer; prints an error as a short message; returns the exit code."""
     folder = str(Path.cwd())
-    if folder not in sys.path[:1]:  # it holds users' modules, but a console script's import path lacks it
+    if folder not in sys.path[:1]:  # it has the user's modules, but a console script does not search it
         sys.path.insert(0, folder)
     configure_logging()
     silence_irrelevant()
@@ -188,10 +188,9 @@ _NOTICES = ("GPU available: ", "TPU available: ", "HPU available: ")
 
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
-    """Whether to show a log line of Lightning."""
     text = record.getMessage()
-    is_saved = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint says what was saved
-    return not (is_saved or text.startswith(_NOTICES))
+    is_exception = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint says what it saved
+    return not (is_exception or text.startswith(_NOTICES))
 
 
 def silence_irrelevant() -> None:

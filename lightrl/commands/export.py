@@ -63,7 +63,7 @@ def export_checkpoint(
     """Writes a role's model as a Hugging Face folder that `from_pretrained` loads bit for bit.
 
     The folder of a LoRA model has only the adapters, in peft's format, or the whole model if `merged` is true. A critic
-    that is a head on the policy's body becomes a separate model, which includes the body.
+    that is a head on the policy's body becomes a separate model with its own copy of the body.
 
     Args:
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
@@ -92,9 +92,8 @@ def export_checkpoint(
             "callback HuggingFaceExport instead."
         )
     if role not in descriptions:
-        raise ValueError(
-            f"Checkpoint {str(checkpoint)!r} has no role {role!r}. Set --role to one of {sorted(descriptions)}."
-        )
+        roles = sorted(descriptions)
+        raise ValueError(f"Checkpoint {str(checkpoint)!r} has no role {role!r}. Set --role to one of {roles}.")
     description: ModelDescription = descriptions[role]
     if tokenizer is not None:
         description = replace(description, tokenizer=None)
@@ -129,11 +128,7 @@ def export_checkpoint(
 
 
 def averaged(states: Iterable[dict[str, Tensor]], decay: float | None) -> dict[str, Tensor]:
-    """Averages models' tensors by name; only one model at a time is in memory, besides the float32 average.
-
-    Raises:
-        ValueError: if the models differ in names or shapes.
-    """
+    """Averages tensors by name, in float32 and one model at a time; raises ValueError if names or shapes differ."""
     average: dict[str, Tensor] = {}
     latest: dict[str, Tensor] = {}
     for number, latest in enumerate(states, 1):
@@ -152,7 +147,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _state_of(other: Path, role: str, description: ModelDescription, checkpoint: Path) -> State:
-    """Returns the reader of an earlier checkpoint of the same model."""
     meta, state = _read(other)
     if parse_descriptions(meta.get("models"), other).get(role) != description:
         raise ValueError(
@@ -163,7 +157,7 @@ def _state_of(other: Path, role: str, description: ModelDescription, checkpoint:
 
 
 def _read(checkpoint: Path) -> tuple[JsonObject, State]:
-    """Returns the metadata, and a function that returns the weights with a prefix in their names, which it removes."""
+    """Returns the metadata, and a function that returns the weights below a name prefix, with the prefix removed."""
     if not checkpoint.exists():
         raise ValueError(f"Checkpoint {str(checkpoint)!r} does not exist.")
     if checkpoint.is_dir():
@@ -176,11 +170,7 @@ def _read(checkpoint: Path) -> tuple[JsonObject, State]:
 
 
 class Hub:
-    """A model repository on the hub; the constructor creates a private one if it does not exist.
-
-    Raises:
-        ValueError: if the hub does not answer, or refuses the request.
-    """
+    """A model repository on the hub, created as private if it does not exist; raises ValueError if the hub refuses."""
 
     def __init__(self, repo: str) -> None:
         from huggingface_hub import HfApi

@@ -34,7 +34,7 @@ def example_names() -> list[str]:
 
 
 def example_files(example: str) -> dict[str, str]:
-    """Returns the texts of an example's files, and of the files of other examples that it refers to, by new path.
+    """Maps new paths to the texts of an example's files, and of other examples' files that it refers to.
 
     Python finds modules in the current folder, so references to the example's own modules lose the prefix
     `examples.<example>.`. Other examples get a subfolder each, so references to them lose only `examples.`.

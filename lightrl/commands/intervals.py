@@ -24,8 +24,8 @@ def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, fl
 def interval_lines(metrics: Mapping[str, object]) -> str:
     """Returns a line for each pass@k among the metrics, with its 95 % interval; empty if there is none.
 
-    The unit is a prompt, which k completions either solve or not, so the outcomes are independent and Wilson's interval
-    holds for every k. With one completion per prompt, pass@1 is the accuracy.
+    Each prompt is one independent outcome: its k completions solve it or not. So Wilson's interval holds for every k.
+    With one completion per prompt, pass@1 is the accuracy.
     """
     values = {name: float(value) for name, value in metrics.items()}  # type: ignore[arg-type]
     sampled = {(match[1], match[4]) for name in values if (match := _SOLVED.match(name)) and match[3]}

@@ -145,7 +145,6 @@ class PlanCLI(LaunchedCLI):
         return kind or next((known for known, gpu in GPUS.items() if gpu.torch_name == name), None)
 
     def _time_text(self, run: PlannedRun, device_bytes: float | None) -> str:
-        """Returns the predicted time of an iteration and its cost, or how to get it."""
         kind, on_gpu = self._kind, self.trainer.strategy.root_device.type == "cuda"
         price = self.config_init[self.config.subcommand].get("price_per_gpu_hour")
         if kind is None or not on_gpu:
@@ -153,7 +152,6 @@ class PlanCLI(LaunchedCLI):
         return time_text(run, kind, planned_time(run, GPUS[kind], device_bytes), price)
 
     def _write(self, run: PlannedRun, found: Sequence[Choice]) -> None:
-        """Writes the settings of the best layout to the file in `--write`."""
         path = self.config_init[self.config.subcommand].get("write")
         if path is None:
             return
@@ -233,7 +231,6 @@ def _mesh_text(mesh: RoleMesh) -> str:
 
 
 def where(call: ModelCall) -> str:
-    """Names the place where a call runs."""
     if call.url is not None:
         return "server"
     if call.role is None:
@@ -326,7 +323,7 @@ def _engine_text(run: PlannedRun, device_bytes: float | None) -> str:
 
 
 def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> str:
-    """Lists the layouts that fit, what they need, and the settings that choose them."""
+    """Lists the layouts that fit, what they need, and the settings that select them."""
     if not found:
         return "layouts that fit: none"
     by = f"estimated for the {kind or f'{DEFAULT_GPU}, since --gpu is not set'}"
@@ -357,11 +354,8 @@ def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str
 def _fit_text(run: PlannedRun, device_bytes: float | None, misfit_list: Sequence[Misfit]) -> str:
     if device_bytes is None:
         return "does it fit? Pass --gpu_memory_gb, in 1e9 bytes, to see what does not fit and what to change."
-    lines = [
-        line
-        for misfit in misfit_list
-        for line in textwrap.wrap(misfit.text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-    ]
+    wrap = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="    ").wrap
+    lines = [line for misfit in misfit_list for line in wrap(misfit.text)]
     of = f"{bytes_text(USABLE_FRACTION * device_bytes)} usable of {bytes_text(device_bytes)}"
     waiting = "; some trajectories wait for others, see the engine" if _waiting_rows(run, device_bytes) else ""
     return "\n".join(["does not fit", *lines]) if lines else f"fits: {of} on each device{waiting}"
@@ -373,9 +367,8 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
     widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
     lines = [title]
     for row in rows:
-        cells = [
-            cell.rjust(widths[index]) if index in right else cell.ljust(widths[index]) for index, cell in enumerate(row)
-        ]
+        sized = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(width) if index in right else cell.ljust(width) for index, (cell, width) in sized]
         start = "  " + "  ".join(cells[:-1]) + "  "
         text, text_width = cells[-1].rstrip(), _WIDTH - len(start)
         first, *others = [text] if len(text) <= text_width else textwrap.wrap(text, text_width)
@@ -384,7 +377,7 @@ def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) 
 
 
 def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Does what `batch_rows` does, for a run that trains on data, without rollouts."""
+    """Returns the rows of `batch_rows` for a run that trains on data, without rollouts."""
     rows, dp, name = run.trajectories, run.roles[0].dp, "pairs" if run.group_size == 2 else "chats"
     numbers = [
         (f"{name} per batch", run.prompts or 1, "data.batch_size" if run.prompts else "not stated by the data: 1"),
@@ -403,6 +396,7 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
     update = math.ceil(total / run.num_minibatches)
     rank_tokens = math.ceil(update / dp) * run.longest
     in_flight, updates = run.max_staleness + 1, run.num_minibatches * run.update_epochs
+    updates_text = f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}"
     microbatches = max(1, math.ceil(rank_tokens / run.microbatch))
     per_microbatch = f"{rank_tokens:,} tokens / {run.microbatch:,}; fewer if trajectories are shorter"
     longest = f"{run.prompt_tokens:,} of the prompt ({run.prompt_source}) + {run.new_tokens:,} new"
@@ -413,11 +407,7 @@ def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
         ("trajectories in flight, at most", total * in_flight, f"P · G · (max_staleness + 1) = {total} · {in_flight}"),
         ("tokens per trajectory, at most", run.longest, longest),
         ("tokens per iteration, at most", total * run.longest, f"{total:,} · {run.longest:,}"),
-        (
-            "updates per iteration",
-            updates,
-            f"num_minibatches · update_epochs = {run.num_minibatches} · {run.update_epochs}",
-        ),
+        ("updates per iteration", updates, updates_text),
         ("trajectories per update", update, f"{total:,} / num_minibatches = {total:,} / {run.num_minibatches}"),
         ("  on each of the dp ranks", math.ceil(update / dp), f"{update:,} / {dp}, balanced by tokens"),
         ("tokens per microbatch, at most", run.microbatch, "model.microbatch_tokens, but at least one trajectory"),

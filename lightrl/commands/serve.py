@@ -281,7 +281,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
 
 
 def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
-    """Returns the section at these names, {} if it is missing or a class name; raises UsageError for other values."""
+    """Returns the section at this path, {} if it is missing or a class name; raises UsageError for other values."""
     section: JsonMapping = user_settings.settings
     for number, name in enumerate(names, 1):
         inner = section.get(name)
@@ -296,7 +296,7 @@ def _section(user_settings: UserSettings, *names: str) -> JsonMapping:
 
 
 def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Merges the policy and engine settings of run configs, later ones last; `engine_flag` overrides their engine."""
+    """Merges the policy and engine settings of run configs; later ones win. `engine_flag` overrides their engine."""
     merged = UserSettings.read([word for config in configs for word in ("--config", config)])
     policy = _section(merged, "model", "init_args").get("policy")
     settings: dict[str, Any] = {}
@@ -310,10 +310,8 @@ def settings_of(configs: Sequence[str], engine_flag: str | None = None) -> tuple
             if kind is None or "class_path" in engine:
                 kind = _ENGINES.get(str(engine.get("class_path", "")).rpartition(".")[2])
             if kind is None:
-                raise ValueError(
-                    f"The engine must be {' or '.join(_ENGINES)}, but {config} has {engine.get('class_path')}. Omit "
-                    "that file."
-                )
+                problem = f"but {config} has {engine.get('class_path')}. Omit that file."
+                raise ValueError(f"The engine must be {' or '.join(_ENGINES)}, {problem}")
             settings["engine"] = kind
             args = engine.get("init_args") or {}
             if (kind, args.get("transport")) == ("vllm", "distributed"):
@@ -344,9 +342,7 @@ def model_of(policy: Any) -> ModelSpec:
         return model_of(values["model"])
     names = [item.name for item in dataclasses.fields(ModelSpec)]
     if unknown := [name for name in values if name not in names]:
-        raise UsageError(
-            f"model.init_args.policy has no setting {unknown[0]!r} for the model to serve. It has {', '.join(names)}."
-        )
+        raise UsageError(f"model.init_args.policy has no setting {unknown[0]!r}. It has {', '.join(names)}.")
     return ModelSpec(**values)
 
 
@@ -362,16 +358,13 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser = TextParser(prog="lightrl serve", exit_on_error=False, epilog=_EPILOG, formatter_class=_HelpFormatter)
     parser.add_argument("--config", help="a run's YAML, which sets the policy and the engine; may be repeated")
     parser.add_argument("--model", help="a hub name or a folder with weights, instead of the config's policy")
-    parser.add_argument(
-        "--token_file", type=Path | None, help="file with the token; default: LIGHTRL_SERVER_TOKEN, or a random one"
-    )
+    token_help = "file with the token; default: LIGHTRL_SERVER_TOKEN, or a random one"
+    parser.add_argument("--token_file", type=Path | None, help=token_help)
     parser.add_function_arguments(serve, skip={"model", "until", "write", "token"})
     parser.set_defaults(settings)
     if any(arg.partition("=")[0] == "--token" for arg in rest):
-        raise UsageError(
-            "All users of this machine can read a command line. Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, "
-            "instead of --token."
-        )
+        fix = "Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, instead of --token."
+        raise UsageError(f"All users of this machine can read a command line. {fix}")
     try:
         values = to_plain(parser.parse_args(joined(rest))).as_dict()
     except ArgumentError as error:
@@ -386,7 +379,6 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_policy(args: Sequence[str]) -> dict[str, Any]:
-    """Returns the arguments of `serve_policy` from a command line."""
     parser = argparse.ArgumentParser(
         prog="lightrl serve", description=str(serve_policy.__doc__).partition("\n")[0], allow_abbrev=False
     )

@@ -73,7 +73,7 @@ def _flat(settings: Any) -> Any:
 
 
 def _dropped(given: Mapping[str, Any], settings: Namespace, above: str = "") -> Iterator[tuple[str, str, list[str]]]:
-    """Yields each section with settings that its class does not have: path, class name, names of these settings."""
+    """Yields the path, class name and setting names of each section with settings that its class does not have."""
     for path, value in given.items():
         parsed = settings.get(path)
         if isinstance(value, Mapping) and isinstance(parsed, Namespace):

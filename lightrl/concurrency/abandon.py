@@ -1,4 +1,4 @@
-"""Waits for tasks and futures, and abandons those no longer needed. Tasks ends the run at the first error."""
+"""Waits for tasks and futures, and abandons those no longer needed. `Tasks` ends the run at the first error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _abandoned: weakref.WeakSet[AnyFuture] = weakref.WeakSet()
 
 
 def abandon(futures: Iterable[AnyFuture]) -> None:
-    """Cancels each future only once, so that it can clean up, and ignores the outcomes."""
+    """Cancels each future once and ignores its outcome; a second cancellation would interrupt its clean-up."""
     for future in futures:
         if future.done():
             _ignore(future)
@@ -40,10 +40,7 @@ def is_abandoned(future: AnyFuture | None) -> bool:
 async def each_when_done(
     futures: Mapping[_Key, asyncio.Future[_T]],
 ) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
-    """Yields each future with its key when it is done, and abandons the unfinished futures at the end.
-
-    If cancelled, it also waits for the unfinished futures; if the caller only stops iterating, it does not.
-    """
+    """Yields each key and future once done; abandons the rest when iteration stops, and if cancelled waits for them."""
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
         future.add_done_callback(functools.partial(lambda key, _: done.put_nowait(key), key))
@@ -70,7 +67,7 @@ async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float |
 
 
 class Tasks:
-    """Starts tasks; the first error of any of them ends the run. Used only on the controller's event loop."""
+    """Starts tasks; the first error in any of them ends the run. Used only on the controller's event loop."""
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first error, which ends the run
@@ -85,9 +82,9 @@ class Tasks:
         return task
 
     async def abandon_all(self, *, but: Collection[asyncio.Task[object]]) -> None:
-        """Cancels all other tasks of the event loop except `but`, and waits for all of them.
+        """Cancels the event loop's other tasks, except `but`, and waits until all of them, including `but`, have ended.
 
-        A task that continues is cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
+        A task that keeps running is cancelled again: aiohttp swallows a cancellation that arrives as a timeout expires.
         """
         abandon(asyncio.all_tasks() - {asyncio.current_task()} - set(but))
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:

@@ -31,8 +31,7 @@ class ChildProcess:
     Args:
         environment: all environment variables of the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
-        log: a file descriptor for the command's output, or `subprocess.PIPE` to read the output from `output`; None
-            uses this process's output.
+        log: file descriptor for the output; `subprocess.PIPE` to read it from `output`; None uses this process's.
         remove: a file that the guard deletes at the end.
         folder: the working directory; None uses this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.
@@ -64,9 +63,9 @@ class ChildProcess:
 
     @classmethod
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
-        """Runs a module's `main` with this import path; returns the child and the other end of `connect_to_parent`.
+        """Runs a module's `main` with this import path; returns the child and a socket to it (see `connect_to_parent`).
 
-        The child uses one thread unless this process's environment says otherwise. It is ended by SIGKILL.
+        The child's math libraries use one thread unless our environment says otherwise. It is ended by SIGKILL.
         """
         parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"
@@ -108,7 +107,7 @@ class ChildProcess:
         self._process.send_signal(signal.SIGUSR1)  # the guard passes it on
 
     def kill(self) -> None:
-        """Kills a guard that does not respond, for example because it was stopped; Linux then kills its command."""
+        """Kills a guard that does not respond (it may have been stopped); Linux then kills the command."""
         self._process.kill()
 
     def end(self, grace_s: float) -> int:

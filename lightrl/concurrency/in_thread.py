@@ -1,7 +1,7 @@
 """Runs blocking functions in daemon threads, for async code, for user code with a deadline, and for blocking callers.
 
-A thread cannot be killed. A thread that hangs is abandoned: neither the event loop nor the exit of the process waits
-for it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, logging warnings meanwhile.
+A thread cannot be killed, so one that hangs is abandoned: neither the event loop nor the exit of the process waits for
+it. The number of abandoned threads is bounded. `result_of` blocks up to a deadline, logging warnings meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ A = TypeVar("A")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MAX_ABANDONED = 64  # running threads with the same name
+WARN_EVERY_S = 60.0  # interval between warnings of a waiting caller
+MAX_ABANDONED = 64  # abandoned threads that still run, per thread name
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
 
@@ -39,11 +40,7 @@ async def in_thread(function: Callable[..., T], *args: object, name: str = "ligh
 async def outcome_in_thread(
     function: Callable[..., T], *args: object, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
-    """Like `in_thread`, but returns the result and the exception instead of raising it.
-
-    Raises:
-        RuntimeError: if MAX_ABANDONED threads with this name hang; the message names their functions.
-    """
+    """Like `in_thread`, but returns (result, exception). Raises RuntimeError if MAX_ABANDONED such threads hang."""
     for thread in [thread for thread in _abandoned if not thread.is_alive()]:
         _abandoned.pop(thread, None)
     functions = Counter(function for thread, function in _abandoned.items() if thread.name == name)
@@ -75,16 +72,13 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Exits if user code has forked `process`: the copy would otherwise continue the run as well."""
+    """Exits if this process is a copy of `process` that user code forked: it would continue the run as well."""
     if os.getpid() != process:
         os._exit(0)
 
 
 def call_all(*steps: Callable[[], object]) -> None:
-    """Calls all steps in order, then raises the first error and logs the others.
-
-    Nested ExitStacks would report only the last error.
-    """
+    """Calls all steps in order, then raises the first error and logs the others; an ExitStack would raise the last."""
     first: BaseException | None = None
     for step in steps:
         try:
@@ -154,9 +148,6 @@ async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple
         end_if_forked(process)
 
 
-WARN_EVERY_S = 60.0
-
-
 def submit(function: Callable[..., T], *args: object, name: str) -> Future[T]:
     """Starts `function(*args)` in a thread; the future receives its result or exception."""
     future: Future[T] = Future()
@@ -172,11 +163,7 @@ def submit(function: Callable[..., T], *args: object, name: str) -> Future[T]:
 
 
 def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
-    """Returns the future's result; raises TimeoutError at the deadline.
-
-    Args:
-        name: the result's name in warnings and in the error, for example "Batch 3 of data.jsonl".
-    """
+    """Returns the future's result; raises TimeoutError at the deadline. `name` is for messages, e.g. "Batch 3"."""
     began_s = time.monotonic()
     waited_s = 0.0
     while not wait([future], min(WARN_EVERY_S, timeout_s - waited_s)).done:
@@ -188,10 +175,9 @@ def result_of(future: Future[T], name: str, *, timeout_s: float) -> T:
 
 
 def side_by_side(function: Callable[[A], T], arguments: Sequence[A], *, name: str) -> list[T]:
-    """Calls the function in parallel; returns the results in order, or raises the first error once all have finished.
+    """Calls the function on all arguments (at least one) in parallel, and returns the results in order.
 
-    Args:
-        arguments: one for each call, at least one; all calls but the first run in threads with this name.
+    The first call runs in this thread, the others in threads named `name`. Raises the first error once all are done.
     """
     futures = [submit(function, argument, name=name) for argument in arguments[1:]]
     try:

@@ -16,9 +16,9 @@ UNDER_PRESSURE_S = 1.0  # the same deadline while other connections are waiting
 
 
 class Listener:
-    """Accepts up to three quarters of this process's file limit as connections, and up to an eighth without a key.
+    """Limits open connections to three quarters of this process's file limit, and those without the key to an eighth.
 
-    Further connections wait in the kernel's queue: anybody who can reach the port could connect and send nothing.
+    Further connections wait in the kernel's queue: clients that connect and send nothing must not use up the limit.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Listener:
                     self._close_keyless(UNDER_PRESSURE_S)
                     await asyncio.sleep(UNDER_PRESSURE_S / 10)
                 transport, _ = await loop.connect_accepted_socket(server, connection)
-            except BaseException:  # re-raised, for example a cancellation
+            except BaseException:  # e.g. a cancellation; re-raised below
                 connection.close()
                 raise
             self._keyless[transport] = loop.time()

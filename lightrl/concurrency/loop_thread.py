@@ -26,9 +26,9 @@ Work = Coroutine[object, None, T]
 
 _LAST_TASKS_S = 5.0  # time for tasks that still run when the loop stops; a task may ignore its cancellation
 WAIT_S = 0.1  # interval at which a waiting main thread checks signals, deadlines and progress
-_MAX_IDLE_WAITS = 20  # a loop is idle before it starts, and after an exception until it runs again
+_MAX_IDLE_WAITS = 20  # a loop is also idle before it starts and just after an exception, but not for this long
 
-deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # what ended a loop's thread
+deaths: WeakKeyDictionary[asyncio.AbstractEventLoop, BaseException] = WeakKeyDictionary()  # loop → error that ended it
 
 
 class LoopEnded(Exception):

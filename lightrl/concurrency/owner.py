@@ -31,7 +31,7 @@ def own_mark() -> str:
 
 
 def may_run(mark: str) -> bool:
-    """Whether the process with this mark may be running; always True for other hosts, and for text that is no mark."""
+    """Whether the process with this mark may be running; always True for other hosts and for text that isn't a mark."""
     match = _MARK.fullmatch(mark)
     if match is None or match[3] != _host():
         return True
@@ -64,7 +64,7 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
 
 
 def own_prefix(prefix: str, folder: Path | None = None, *, kept_s: float = 0.0) -> str:
-    """Returns a prefix for names in a folder (default: the temporary one); first removes dead processes' leftovers."""
+    """Returns a prefix for names in a folder (None: the temp folder), after removing dead processes' leftovers."""
     remove_left_behind(Path(tempfile.gettempdir()) if folder is None else folder, f"{prefix}*", kept_s=kept_s)
     return f"{prefix}{own_mark()}-"
 
@@ -89,7 +89,7 @@ def hold(folder: Path, setting: str) -> None:
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:
-            return  # writing to the folder fails too, with a message that says why
+            return  # a write to the folder will fail too, with a clearer message
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

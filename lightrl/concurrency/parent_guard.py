@@ -1,18 +1,18 @@
 """The guard process, which ends a command when the parent exits. ChildProcess (child_process.py) starts it.
 
-It runs this file as a script that imports no packages. PARENT_PID 0 means the guard's own parent, without a pipe:
+The guard runs this file as a script that imports only the standard library. If PARENT_PID is 0, it watches the process
+that started it, and there is no pipe:
 
     `python -I parent_guard.py PARENT_PID GRACE_S REMOVE COMMAND...`
 
     parent ══ pipe (stdin) ══► guard ──► command, in its own session ──► its children
 
-The guard ends the command if the parent writes into the pipe, if the pipe closes (the parent exited or was killed with
--9), if the parent dies (a forked child may still hold the pipe open), or on SIGTERM. It sends the command SIGTERM,
-waits GRACE_S seconds or the time that the parent wrote, and then sends SIGKILL to the command's group. Linux makes
-processes that left the group the guard's children when their parents die. They get a second to clean up, then SIGKILL.
-If the guard itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The exit code is the
-command's, or 128 + n for signal n. The file REMOVE, if one is given, is deleted at the end. The command inherits the
-descriptors that the parent passes to the guard (`pass_fds`).
+The guard ends the command if the parent writes to the pipe, if the pipe closes (the parent exited or was killed with
+-9), if the parent dies while a forked child holds the pipe open, or on SIGTERM. It sends the command SIGTERM, waits
+GRACE_S seconds or the time that the parent wrote, and sends SIGKILL to the command's group. On Linux, a process that
+left the group becomes the guard's child when its parent dies; it gets a second to clean up, then SIGKILL. If the guard
+itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The exit code is the command's,
+or 128 + n for signal n. The file REMOVE, if given, is deleted at the end. The command inherits `pass_fds`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def main() -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Waits until the command exits, the parent dies, the pipe closes, or the parent writes into it."""
     poller = select.poll()
     poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
     with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
@@ -105,8 +104,8 @@ def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _kill_descendants() -> None:
     """Waits a second for this process's descendants to exit, then sends SIGKILL until none is left.
 
-    A process that a scan of /proc misses, for example because it was just forked, becomes a child of this process. This
-    process waits until it has no children. Without /proc, the function does nothing.
+    A process that a scan of /proc misses, e.g. one just forked, becomes a child of this process when its parent dies,
+    so a later scan finds it. Does nothing without /proc.
     """
     deadline = time.monotonic() + _ORPHANS_GRACE_S
     with contextlib.suppress(ChildProcessError):  # none is left

@@ -10,19 +10,16 @@ Reading order:
     batches.py       the loaders that Lightning iterates over
     loader.py        the prompts of a data module, or of a user's DataLoader
     prompts.py       PromptDataModule: the prompts that an RLModule trains and validates on
-    curriculum.py    samples prompts by their past success rates
     completions.py   prompts with completions from the data: SFTDataModule, PreferenceDataModule
     trajectories.py  TrajectoryDataModule: recorded trajectories, from files
 
 May import: errors, checks, trajectory, experience, models, workflows, lightning. To add a source of prompts, subclass
-PromptDataModule and override `make_prompts(split)`. To add a file format, add a reader to rows.py and its suffix to
-FILE_SUFFIXES.
+PromptDataModule and override `make_prompts(split)`. To add a file format, add a reader and its suffix to rows.py.
 """
 
 from lightrl.data.batches import EpochLoader, HostBatch
 from lightrl.data.chat import ChatRenderer
 from lightrl.data.completions import ChatBatch, PairBatch, PreferenceDataModule, SFTDataModule
-from lightrl.data.curriculum import SuccessRateCurriculum
 from lightrl.data.loader import prompt_source, prompts_of, wrap_train_loader
 from lightrl.data.mixture import DataSource, MixtureOrder
 from lightrl.data.prompts import PromptDataModule
@@ -30,22 +27,6 @@ from lightrl.data.stream import PromptStream
 from lightrl.data.tasks import Task
 from lightrl.data.trajectories import TrajectoryDataModule
 
-__all__ = [
-    "PromptDataModule",
-    "SFTDataModule",
-    "PreferenceDataModule",
-    "TrajectoryDataModule",
-    "PairBatch",
-    "ChatBatch",
-    "DataSource",
-    "Task",
-    "MixtureOrder",
-    "PromptStream",
-    "HostBatch",
-    "EpochLoader",
-    "ChatRenderer",
-    "SuccessRateCurriculum",
-    "prompt_source",
-    "prompts_of",
-    "wrap_train_loader",
-]
+__all__ = ["ChatBatch", "ChatRenderer", "DataSource", "EpochLoader", "HostBatch", "MixtureOrder", "PairBatch"]
+__all__ += ["PreferenceDataModule", "PromptDataModule", "PromptStream", "SFTDataModule", "Task"]
+__all__ += ["TrajectoryDataModule", "prompt_source", "prompts_of", "wrap_train_loader"]

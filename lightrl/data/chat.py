@@ -57,7 +57,7 @@ def read_messages(value: object, role: str, *, column: str, where: str) -> Messa
 
 
 def chat_of_text(value: object, where: str) -> object:
-    """Parses a chat stored as JSON text; returns other values unchanged. Raises ValueError for Python's notation."""
+    """Parses a chat stored as JSON text; returns other values unchanged. Raises ValueError for a Python repr."""
     if not isinstance(value, str) or not _LIKE_CHAT.fullmatch(value):
         return value
     parsed = _json_of(value)
@@ -100,9 +100,7 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
         chat = chat[len(prompt) :]
     turns = [message["role"] == "assistant" for message in chat]
     if not turns or not turns[0] or (True, True) in itertools.pairwise(turns):
-        raise ValueError(
-            f"{where} must continue the prompt with an assistant message, and not have two in a row, got {chat!r:.200}."
-        )
+        raise ValueError(f"{where} must continue with an assistant message, never two in a row, got {chat!r:.200}.")
     return chat
 
 
@@ -150,9 +148,7 @@ def _check_message(message: object, where: str) -> JsonObject:
         raise ValueError(f"{where} must be {{'role': ..., 'content': ...}}, got {message!r:.100}.")
     if "from" in message and "role" not in message:  # ShareGPT
         if message["from"] not in _SHAREGPT:
-            raise ValueError(
-                f"{where}: 'from' must be one of {', '.join(_SHAREGPT)}, got {message!r:.100}. Convert it to a role."
-            )
+            raise ValueError(f"{where}: 'from' must be one of {', '.join(_SHAREGPT)}, got {message!r:.100}.")
         fields = _without(message, "from", "value")
         message = {**fields, "role": _SHAREGPT[message["from"]], "content": message.get("value")}
     if message.get("tool_calls") or message.get("function_call"):
@@ -363,19 +359,19 @@ class ChatRenderer:
         return chat, text[: text.rindex(end_text) + len(end_text)], token_ids[: last + 1]
 
     def _render(self, messages: Sequence[JsonMapping], arguments: JsonMapping, *, is_whole: bool = False) -> str:
+        """Renders messages; raises ValueError if the template fails, or ignores the messages' tool calls."""
+
         def failed(error: BaseException) -> ValueError:
-            return ValueError(
-                f"The chat template raised {error!r} on {messages!r:.200}. Fix the messages or the template."
-            )
+            return ValueError(f"The chat template raised {error!r} on {messages!r:.200}. Fix the messages or template.")
 
         with user_code(failed):
             text = self.template.render(messages, arguments, is_whole=is_whole)
         if any(message.get("tool_calls") for message in messages):
-            plain = [{"content": "", **_without(message, "tool_calls")} for message in messages]
-            with contextlib.suppress(Exception):  # if the template fails without the calls, it reads them
-                if text == self.template.render(plain, arguments, is_whole=is_whole):
-                    text = ""
-            if not text:
+            bare = [{"content": "", **_without(message, "tool_calls")} for message in messages]
+            ignores_calls = False
+            with contextlib.suppress(Exception):  # a template that reads the calls may fail without them
+                ignores_calls = text == self.template.render(bare, arguments, is_whole=is_whole)
+            if ignores_calls:
                 raise ValueError(f"The template ignores the tool_calls of {messages!r:.200}. Use another template.")
         return text
 

@@ -62,7 +62,7 @@ def cut(items: Sequence[Item], size: int) -> list[list[Item]]:
 
 
 def padded(rows: Sequence[CompletedPrompt]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns token ids [R, T], 0 on the padding, loss mask [R, T] and lengths [R]; each completion is a row."""
+    """Returns token ids [R, T] (0 on padding), loss mask [R, T] and lengths [R]; each completion is a row."""
     triples = [
         (row.token_ids or [], *parts)
         for row in rows
@@ -157,8 +157,7 @@ class Windows:
                     rows.append(item)
             if num_dropped > _MAX_DROPPED:
                 raise ValueError(
-                    f"{num_dropped} consecutive rows were dropped by row_filter or the length limits. Loosen them, or "
-                    "fix the data."
+                    f"row_filter or length limits dropped {num_dropped} consecutive rows. Loosen them, or fix the data."
                 )
         starts = {**self._starts, window + 1: position}
         self._starts = {number: starts[number] for number in sorted(starts)[-_KEPT_STARTS:]}
@@ -188,8 +187,8 @@ class CompletionDataModule(PromptDataModule):
 
     Args:
         train, validation, test: as in PromptDataModule.
-        max_tokens: the longest prompt plus completion allowed; None uses the model's context. `prompt_overflow` says
-            what happens to longer rows.
+        max_tokens: the longest prompt plus completion allowed; None uses the model's context. For longer rows, see
+            `prompt_overflow`.
         kwargs: other arguments of PromptDataModule.
     """
 
@@ -443,9 +442,7 @@ class SFTDataModule(CompletionDataModule):
         try:
             self.answer_pattern_remove = re.compile(answer_pattern_remove) if answer_pattern_remove else None
         except re.error as error:
-            raise ValueError(
-                f"answer_pattern_remove must be a regular expression, got {answer_pattern_remove!r} ({error})."
-            ) from error
+            raise ValueError(f"{answer_pattern_remove=} must be a regular expression: {error}.") from error
 
     def completions(self, prompt: Prompt) -> list[Messages]:
         (completion,) = super().completions(prompt)
@@ -519,8 +516,7 @@ class PreferenceDataModule(CompletionDataModule):
         batch_size: pairs per step.
         chosen_column, rejected_column: the two completions.
         prompt_column: the prompt's text or messages; not needed for whole chats.
-        max_tokens: the longest trajectory allowed; None uses the model's context. `prompt_overflow` says what happens
-            to longer trajectories.
+        max_tokens: the longest trajectory; None uses the model's context. For longer ones, see `prompt_overflow`.
         kwargs: other arguments of PromptDataModule.
     """
 
@@ -548,9 +544,7 @@ class PreferenceDataModule(CompletionDataModule):
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
         columns = list(self.completion_columns.values())
         if isinstance(row.get("label"), bool) and columns[0] not in row:
-            raise ValueError(
-                f"{where} has one completion and a label, as KTO needs, instead of a pair. Convert such rows to pairs."
-            )
+            raise ValueError(f"{where} has a completion and a label (KTO), not a pair. Convert such rows to pairs.")
         chats = super()._chats(row, where)
         if chats[columns[0]] == chats[columns[1]]:
             raise ValueError(f"{where} has the same text in {columns[0]!r} and {columns[1]!r}.")

@@ -44,10 +44,8 @@ class DataSource:
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function or a folder of tasks.
         max_rows: use only the first rows; None uses all.
-        label: identifies the source in prompt ids and, if set, in metrics such as `rollout/reward/LABEL`; None uses its
-            index.
-        task: the source's own workflow, reward, group size and length limit. A source of another split with the same
-            label has the same task.
+        label: names the source in prompt ids and, if set, in metrics like `rollout/reward/LABEL`; None uses its index.
+        task: the source's own workflow, reward, group size and length limit, also for this label in other splits.
         streaming: read the rows in order as they are needed.
         shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
     """
@@ -155,7 +153,7 @@ class MixtureOrder:
         return cycle * len(turns) + bisect_left(turns, turn)
 
     def turn(self, position: int) -> tuple[int, int]:
-        """Returns the source whose turn it is, and its row's index, or its row's number if the source is streamed."""
+        """Returns the source at a position, and its row: the index, or the row's number if the source is streamed."""
         source = self._cycle[position % len(self._cycle)]
         size, num_before = self.sizes[source], self.num_before(source, position)
         if size is None:

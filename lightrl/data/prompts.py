@@ -83,8 +83,8 @@ class PromptDataModule(L.LightningDataModule):
     row's columns in `fields`. For another source of prompts, subclass and override `make_prompts`.
 
     A prompt is made when its turn comes; rows stay on disk. Validation and test rows, and up to 10,000 train rows, are
-    all checked at the start. If there are more, only the first 1,000 train rows and 256 others are checked, so that the
-    start takes seconds. A bad row raises an error that names it, even later in the run, unless `bad_rows` drops it.
+    all checked at the start. If there are more, only the first 1,000 train rows and 256 others are checked, so that a
+    run starts in seconds. A bad row raises an error that names it, even later in the run, unless `bad_rows` drops it.
     Rows dropped at the start are counted in the log, later ones in `rollout/skipped_prompts`.
 
     With `DataSource.streaming`, rows are read in order as they are needed: hub datasets are not downloaded, a file's
@@ -108,8 +108,7 @@ class PromptDataModule(L.LightningDataModule):
         answer_column: a column that the reward needs, so every row must have it; None requires no column.
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
-        chat_template: a Jinja file or the template itself; replaces the tokenizer's template in the whole run and the
-            exported model.
+        chat_template: a Jinja file or a template that replaces the tokenizer's in the run and the exported model.
         chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
             same name takes precedence. A column `tools` is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.
@@ -173,7 +172,7 @@ class PromptDataModule(L.LightningDataModule):
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
-        self._num_filtered = 0  # rows of the split that is being checked
+        self._num_filtered = 0  # rows of the split being checked that row_filter dropped
         self._stage = ""  # the last stage that was set up
 
     def attach(
@@ -368,7 +367,7 @@ class PromptDataModule(L.LightningDataModule):
         checked = prompts.check()
         num_rows, num_bad = len(prompts), prompts.bad.num_bad if prompts.bad is not None else 0
         if num_bad:
-            logger.warning("Dropped %d bad of %d %s rows.", num_bad, num_rows, split)
+            logger.warning("Dropped %d of %d %s rows as bad.", num_bad, num_rows, split)
         if self._num_filtered:
             names = ", ".join(repr(source.source) for source in self.sources[split])
             logger.warning("row_filter dropped %d of %d rows of %s.", self._num_filtered, num_rows, names)
@@ -379,7 +378,7 @@ class PromptDataModule(L.LightningDataModule):
         return checked
 
     def setup(self, stage: str) -> None:
-        """Makes each prompt of a stage once, so that problems in the data show up before training."""
+        """Makes and checks a stage's prompts, so that problems in the data show up before training."""
         self._stage = stage
         if self.trainer is not None:  # ranks do not start at the same time
             run_start(self.trainer.strategy.broadcast(run_start().isoformat()))
@@ -403,8 +402,7 @@ class PromptDataModule(L.LightningDataModule):
             for rows in prompts.parts:
                 if rows.num_rows == 0:
                     raise ValueError(
-                        f"No row of {rows.source.source!r} passes the filters. Remove the source, or loosen the "
-                        "filters."
+                        f"No row of {rows.source.source!r} passes the filters. Remove the source or loosen the filters."
                     )
             _warn_about_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:

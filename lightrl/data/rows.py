@@ -170,7 +170,7 @@ def rename_columns(row: Row, columns: Mapping[str, str], *, where: str) -> Row:
 
 
 def function_of_rows(source: str) -> Callable[..., Any] | None:
-    """Returns the function at a dotted path or of a folder of tasks, or None for other files and hub datasets."""
+    """Returns the function at a dotted path, or one that reads a folder of tasks; None for files and hub datasets."""
     if (path := Path(source).expanduser()).exists():
         return partial(entry_point("task folders"), folder=source) if any(path.glob("*/task.toml")) else None
     module, _, name = source.rpartition(".")
@@ -181,7 +181,7 @@ def function_of_rows(source: str) -> Callable[..., Any] | None:
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):
             return None
-        raise ValueError(f"Data {source!r} cannot be imported: {error}.") from error
+        raise ValueError(f"The data function {source!r} cannot be imported: {error}.") from error
     return function if callable(function) else None
 
 
@@ -220,9 +220,7 @@ def _read_file(path: Path, max_rows: int | None) -> Sequence[Row]:
     if suffix in FILE_SUFFIXES:
         refuse_pointer(path)
         return _mapped_rows(load_dataset(suffix[1:], None, "train", data_files=str(path)), max_rows)
-    raise ValueError(
-        f"Data file '{path}' must end in one of {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert or rename it."
-    )
+    raise ValueError(f"Data file '{path}' must end in {', '.join(FILE_SUFFIXES)}, not {path.suffix!r}. Convert it.")
 
 
 def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
@@ -248,7 +246,7 @@ def _mapped_csv(path: Path, max_rows: int | None) -> Sequence[Row]:
 
 
 def _csv_rows(path: Path, max_rows: int | None, version: str) -> Iterator[dict[str, str]]:
-    """Yields names, and rows or errors as JSON. `datasets` caches them by the arguments; `version` is the file's."""
+    """Yields each row's name, and the row or its error as JSON; `version` keeps `datasets` from using a stale cache."""
     for name, row in islice(read_csv(path), max_rows):
         yield {"name": name, "row": json.dumps(row if isinstance(row, dict) else str(row))}
 

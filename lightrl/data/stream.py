@@ -329,13 +329,9 @@ class PromptStream:
         check_bounds(1, batch_size=batch_size)
         self.num_prompts = prompts.num_rows  # per epoch; None if unknown
         if self.num_prompts is not None and self.num_prompts < batch_size:
-            raise ValueError(
-                f"batch_size={batch_size} exceeds the {self.num_prompts} train prompts. Lower batch_size or add data."
-            )
+            raise ValueError(f"{batch_size=} exceeds the {self.num_prompts} train prompts. Lower it or add data.")
         if num_repeated := len(prompts.ids) - len(set(prompts.ids)):
-            raise ValueError(
-                f"{num_repeated} train prompts have duplicate ids. Make them unique, because seeds depend on them."
-            )
+            raise ValueError(f"{num_repeated} train prompts have duplicate ids. Make ids unique: seeds depend on them.")
         self.prompts, self.batch_size = prompts, batch_size
         self._made: dict[int, Made] = {}  # position → prepared prompt
 
@@ -346,7 +342,7 @@ class PromptStream:
     def __getitem__(self, position: int) -> Prompt | None:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}.")
-        made = self._made.get(position, self)  # atomic: `prepare` may remove it in its thread
+        made = self._made.get(position, self)  # `self` if not prepared; atomic, as `prepare` runs in a thread
         made = self.prompts.many([position])[0] if isinstance(made, PromptStream) else made
         if isinstance(made, ValueError):
             raise made

@@ -46,7 +46,7 @@ class Mark(NamedTuple):
     num_read: int = 0  # how many rows of the pass come before this block
     turn: int = 0  # how many shards of the pass come before the current one
     row: int = 0  # how many rows of the shard come before this block
-    state: object = None  # the shard's `state_dict` there; if None, reading skips the shard's first `row` rows
+    state: object = None  # the shard's `state_dict` after `row` rows; if None, reading skips these rows
 
 
 class StreamedRow(NamedTuple):

@@ -73,8 +73,7 @@ class RolloutEngine(ABC):
     """Generates completions asynchronously, and records the weight version of every token.
 
     Lifecycle: call `start`, then `load_weights`, then `generate` any number of times with more loads in between, then
-    `close`. A closed engine may be started again. All engines pass the same tests,
-    `tests/engines/engine_contract.py`.
+    `close`. A closed engine may be started again. Every engine passes `tests/engines/engine_contract.py`.
 
     A subclass must implement `generate` and `load_weights`, which sets `weight_version`. The defaults of the other
     methods suit an engine in the trainer's process that cannot compute logprobs of given tokens, cannot continue a
@@ -127,11 +126,7 @@ class RolloutEngine(ABC):
         )
 
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
-        """Chooses devices, given the trainer's devices on this machine; returns a description of the choice.
-
-        Raises:
-            ValueError: if there are too few GPUs.
-        """
+        """Chooses and describes devices, given the trainer's on this machine; raises ValueError if GPUs are too few."""
         return ""
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
@@ -200,11 +195,10 @@ class RolloutEngine(ABC):
         started: Sequence[Completion | None] | None = None,
         **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt for each of `samplings`; `generate` would return the same completions.
+        """Starts one completion of this prompt per sampling; `generate` would return the same completions.
 
         This default calls `generate` for each sampling. An override that sends one request for all saves tasks on the
         event loop, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
-
         Called on the event loop. Cancelling one of the futures cancels only that completion.
 
         Args:

@@ -43,8 +43,6 @@ class FakeRequest:
 
 @dataclass
 class _Draft:
-    """A completion in progress."""
-
     is_truncated: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -73,8 +71,8 @@ class FakeEngine(RolloutEngine):
     `min_new_tokens`; top-k and top-p keep the lowest ids, because lower ids win ties. A weight sync during a completion
     changes the versions of later tokens, but not the tokens.
 
-    All arguments are also attributes and may be set between requests. Functions are called once per completion, except
-    `delay_s`, which is called once per request.
+    All arguments are also attributes and may be set between requests. `script` and `seconds_per_token` are called once
+    per completion, `delay_s` once per request, and `allowed` once per token.
 
     Args:
         script: maps (prompt, sampling, sample) to the token ids of completion number `sample`. They are cut off after
@@ -128,7 +126,6 @@ class FakeEngine(RolloutEngine):
         self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def start(self, config: PretrainedConfig) -> None:
-        """Reads the vocabulary size and the context length from the config."""
         with self._lock:
             self._is_closed = self._is_paused = False
         self.weight_version = -1
@@ -189,7 +186,7 @@ class FakeEngine(RolloutEngine):
             for bucket in buckets:
                 for name, tensor in bucket.tensors.items():
                     if not torch.isfinite(tensor).all():
-                        raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+                        raise WeightSyncError(f"Parameter {name!r} has non-finite values.")
                     shapes[name] = tensor.shape
             if self._shapes is not None and shapes != self._shapes:
                 different = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
@@ -212,7 +209,6 @@ class FakeEngine(RolloutEngine):
     async def _complete(
         self, prompt: list[int], sampling: Sampling, sample: int, started: Completion | None
     ) -> Completion:
-        """Generates one completion; `_drafts` holds it until it is finished."""
         seconds = _seconds(self.seconds_per_token, prompt, sampling)
         script = None if self.script is None else self.script(prompt, sampling, sample)
         draft = _Draft.of(started, sampling)

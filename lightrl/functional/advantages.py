@@ -25,7 +25,7 @@ def group_advantages(
     unbiased: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes (r - mean) / (std + eps). Mean and std are each of the trajectory's group or the batch, or left out.
+    """Computes (r - mean) / (std + eps); mean and std are those of the trajectory's group or of the batch, or left out.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
     `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).
@@ -43,8 +43,7 @@ def group_advantages(
         eps: limits the advantages where the standard deviation is small.
 
     Returns:
-        [B], in the rewards' dtype. Exactly 0 if the rewards in the mean or the standard deviation are all equal, or
-        if there is only one.
+        [B], in the rewards' dtype. Exactly 0 if the rewards that the mean or std is computed from are all equal.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     check_choice((*get_args(Statistic), None), mean=mean, std=std)

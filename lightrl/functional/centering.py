@@ -1,4 +1,4 @@
-"""Score centering: removes the policy gradient's mean that arises if sampler and trainer probabilities differ.
+"""Score centering: subtracts the mean that the policy gradient has if sampler and trainer probabilities differ.
 
 Shapes: K, the sampler's most likely tokens at a position; any number of positions. Logprobs are in nats.
 """
@@ -19,19 +19,18 @@ _MIN_REST = 1e-6
 
 
 def score_correction(logprobs: Tensor, behavior_logprobs: Tensor, weights: Callable[[Tensor], Tensor]) -> Tensor:
-    """Computes C at each position; adding advantage · C to the loss centers the score.
+    """Computes C at each position, [...]; adding advantage · C to the loss centers the score.
 
     A policy gradient multiplies each token's score, the gradient of log p, by g(p/q), where p is the policy, q the
     behavior policy and g the algorithm's importance weight: 1, p/q, or p/q within bounds. A constant advantage, such as
-    a baseline, has no effect if the mean of g · score over q is 0, which holds only for g = p/q. C subtracts
-    the mean: with m = q · g(p/q), it is Σ_v m_v · log p_v, and only m_v carries no gradient. Only the sampler's K most
-    likely tokens H are known. All others are treated as one token with ratio 1/ρ, where
+    a baseline, has no effect if the mean of g · score over q is 0, which holds only for g = p/q. C subtracts the mean:
+    with m = q · g(p/q), it is Σ_v m_v · log p_v, and m_v carries no gradient. Only the sampler's K most likely tokens H
+    are known. All others are treated as one token with ratio 1/ρ and score -Σ_H p · ∇log p / (1 - Σ_H p):
 
         ρ = (1 - Σ_H q) / max(1 - Σ_H p, 1e-6)    α = ρ · g(1/ρ)    C = Σ_H (m - α·p) · log p
 
-    as the score of all others together is -Σ_H p · log p. This is exact if H is the vocabulary (or the support, with
-    truncated sampling), or if p/q is the same for all other tokens. Otherwise the gradient's mean is
-    A · Σ_others (α·p - m) · score.
+    This is exact if H is the vocabulary (or the support, with truncated sampling), or if p/q is the same for all other
+    tokens. Otherwise, for a constant advantage A, the gradient's mean is A · Σ_others (α·p - m) · score.
 
     Source: https://arxiv.org/abs/2609.20807, with these cases: g = 1 has m = q, α = ρ; g = clamp(p/q, lo, hi) has
     m = clamp(p, lo·q, hi·q), α = clamp(1, lo·ρ, hi·ρ); g = p/q where it is between lo and hi, otherwise 0, has m = p or
@@ -41,9 +40,6 @@ def score_correction(logprobs: Tensor, behavior_logprobs: Tensor, weights: Calla
         logprobs: [..., K] of the policy being trained, at the sampler's top-k tokens; carries the gradient.
         behavior_logprobs: [..., K] of the sampler. Entries with a probability of 0 have no effect.
         weights: g; maps log(p/q), [..., K] or [..., 1], to weights of the same shape.
-
-    Returns:
-        C at each position, [...].
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs)
     behavior = behavior_logprobs.exp()
@@ -104,6 +100,6 @@ def check_centering(
 
 
 def defines_together(kind: type, method: str, other: str) -> bool:
-    """Whether a subclass that overrides `other` also overrides `method`, so that the two still match."""
+    """Whether the two methods still match: False if a subclass overrides `other` without overriding `method`."""
     defining = next(item for item in kind.__mro__ if {method, other} & vars(item).keys())
     return method in vars(defining)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class ChunkBuffers:
-    """Two tensors [n, V] in float32 (float64 for a float64 head), the second made on first use; one for smaller logits.
+    """Tensors [n, V]: two in float32 (float64 for a float64 head), and one in the head's dtype if that is smaller.
 
     Args:
         chunk_tokens: the largest n.

@@ -86,15 +86,12 @@ class ImportanceWeights:
         return self.cap is not None or self.floor is not None
 
     def __call__(self, proximal_logprobs: Tensor, behavior_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-        """Computes the weights.
+        """Computes the weights, [B, T], detached; 1 where the mask is False.
 
         Args:
             proximal_logprobs: [B, T] of the policy at the start of the update.
             behavior_logprobs: [B, T] of the policy that sampled the tokens.
             loss_mask: bool [B, T]; logprobs elsewhere have no effect.
-
-        Returns:
-            [B, T], detached; 1 where the mask is False.
         """
         check_same_shape(proximal_logprobs=proximal_logprobs, behavior_logprobs=behavior_logprobs, loss_mask=loss_mask)
         proximal, behavior = neutralize(loss_mask, proximal_logprobs.detach(), behavior_logprobs.detach())
@@ -157,7 +154,7 @@ def second_moment_mask(
 def interpolated_proximal_logprobs(
     logprobs: Tensor, behavior_logprobs: Tensor, weight_versions: Tensor, weight_version: int
 ) -> Tensor:
-    """Interpolates the proximal policy's logprobs between the behavior policy's and the trained policy's.
+    """Interpolates the proximal policy's logprobs, [B, T], between the behavior policy's and the trained policy's.
 
     The interpolation is linear in the weight version, from the behavior policy (version b) to the policy being trained
     (version v + 1), evaluated at the proximal policy (version v): behavior + (v - b)/(v + 1 - b) · (policy - behavior).
@@ -167,13 +164,10 @@ def interpolated_proximal_logprobs(
     https://arxiv.org/abs/2512.06547.
 
     Args:
-        logprobs: [B, T] of the policy being trained; gets no gradient.
+        logprobs: [B, T] of the policy being trained; get no gradient.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         weight_versions: int [B, T], b for each token.
         weight_version: v, the version of the weights at the start of the update.
-
-    Returns:
-        [B, T], detached.
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, weight_versions=weight_versions)
     staleness = (weight_version - weight_versions).clamp(min=0).to(logprobs.dtype)

@@ -152,15 +152,11 @@ def predicted_token_ids(token_ids: Tensor, rows: Tensor, columns: Tensor) -> Ten
 
 
 def aligned_to_tokens(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int]) -> Tensor:
-    """Places values [N, ...] at the tokens that their positions predict, and 0 elsewhere. Keeps the gradient.
+    """Places values [N, ...] at the tokens that their positions predict, [B, T, ...]; 0 elsewhere. Keeps the gradient.
 
     Args:
-        values: [N] or [N, ...].
         rows, columns: [N], from `predicting_positions`.
-        shape: [B, T].
-
-    Returns:
-        [B, T] or [B, T, ...].
+        shape: (B, T).
     """
     return values.new_zeros((*shape, *values.shape[1:])).index_put((rows, columns + 1), values)
 

@@ -28,7 +28,7 @@ _MIN_COEF = 1e-30
 
 
 def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """Estimates KL(policy ‖ reference) from each sampled token.
+    """Estimates KL(policy ‖ reference) from each sampled token: [B, T], in nats.
 
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
@@ -43,9 +43,6 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
         logprobs: [B, T] of the policy being trained; carries the gradient.
         reference_logprobs: [B, T] of the reference policy.
         estimator: "k1", "k2" or "k3". k3 caps the exponent -d at 20, so that no loss overflows.
-
-    Returns:
-        The estimate for each token, [B, T], nats.
     """
     check_same_shape(logprobs=logprobs, reference_logprobs=reference_logprobs)
     check_choice(get_args(KLEstimator), estimator=estimator)
@@ -213,7 +210,7 @@ def clipped_policy_loss(
         proximal_logprobs: [B, T] of the policy at the start of the update, center of the clip.
         advantages: [B, T], constant along a trajectory for outcome rewards.
         clip_low, clip_high: the loss stops falling once the ratio is below `1 - clip_low` or above `1 + clip_high`.
-        dual_clip: caps a token's loss at `dual_clip · |advantage|`, for negative advantages with large ratios; above 1.
+        dual_clip: above 1; caps a token's loss at `dual_clip · |advantage|`, for negative advantages with large ratios.
             None for no cap.
 
     Returns:
@@ -226,15 +223,12 @@ def clipped_policy_loss(
 def clipped_ratio_loss(
     ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
-    """Computes `clipped_policy_loss` from the result of `policy_ratio`, or of `sequence_ratio` for GSPO.
+    """Computes `clipped_policy_loss`, [B, T], from the result of `policy_ratio`, or of `sequence_ratio` for GSPO.
 
     Args:
         ratio: [B, T], carries the gradient.
         advantages, clip_low, clip_high, dual_clip: as in `clipped_policy_loss`. GSPO's clip bounds are far smaller than
             PPO's: 3e-4 and 4e-4 in the paper.
-
-    Returns:
-        The loss of each token, [B, T].
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     check_bounds(0, clip_low=clip_low, clip_high=clip_high)
@@ -346,7 +340,7 @@ def regression_loss(
 
 
 def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, *, max_nats: float) -> Tensor:
-    """DPPO's mask: True where the policies are already too far apart and an update would increase the distance.
+    """DPPO's mask, bool [B, T]: True where the policies are too far apart and an update would increase the distance.
 
     The distance is the KL divergence over two outcomes, this token or any other. With q and p the token's probability
     under the behavior and the trained policy, it is q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio
@@ -359,9 +353,6 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         advantages: [B, T]; above 0, a token is masked only if its probability rose; below 0, only if it fell.
         max_nats: upper bound on the divergence.
-
-    Returns:
-        bool [B, T].
     """
     check_same_shape(logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     if not max_nats > 0:
@@ -377,15 +368,12 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
 def is_clipped(
     ratio: Tensor, advantages: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
 ) -> Tensor:
-    """Returns 1 where the clip removes a token's gradient, 0 elsewhere; its mean is the clipped fraction.
+    """Returns 1 where the clip removes a token's gradient, 0 elsewhere, float [B, T]; the mean is the clipped fraction.
 
     Args:
         ratio: [B, T], from `policy_ratio` or `sequence_ratio`.
         advantages: [B, T].
         clip_low, clip_high, dual_clip: the bounds that the loss uses.
-
-    Returns:
-        float [B, T], detached.
     """
     check_same_shape(ratio=ratio, advantages=advantages)
     check_bounds(0, clip_low=clip_low, clip_high=clip_high)

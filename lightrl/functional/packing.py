@@ -59,7 +59,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets its own bin.
 
-    If it takes no more bins, groups items of similar size instead, so that rectangles have little padding.
+    If grouping items of similar size needs no more bins, does that instead, so that rectangles have little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.

@@ -62,14 +62,9 @@ def gae(
 
 
 def on_last_loss_token(rewards: Tensor, loss_mask: Tensor) -> Tensor:
-    """Turns a trajectory's reward into rewards per token, by putting it on the last loss token.
+    """Turns rewards [B] into rewards per token [B, T] by putting each on its trajectory's last loss token.
 
-    Args:
-        rewards: [B].
-        loss_mask: bool [B, T]; the reward of a trajectory without loss tokens is dropped.
-
-    Returns:
-        [B, T].
+    The mask is bool [B, T]; the reward of a trajectory without loss tokens is dropped.
     """
     check_same_shape(rewards=rewards, loss_mask=loss_mask.any(1))
     num_left = loss_mask.flip(1).cumsum(1).flip(1)  # number of loss tokens from here on
@@ -130,7 +125,7 @@ def value_loss(
     value_clip: float | None = None,
     huber_delta: float | None = None,
 ) -> Tensor:
-    """Computes half the squared error of each value; with `huber_delta`, large errors count linearly.
+    """Computes half the squared error of each value, [B, T]; with `huber_delta`, large errors count linearly.
 
     With `value_clip`, also computes the loss of the value clipped to within `value_clip` of the old value, and takes
     the larger loss, so that a value gains nothing by moving further.
@@ -143,9 +138,6 @@ def value_loss(
         old_values: [B, T], from before the update; required with `value_clip`.
         value_clip: bound on the distance from the old value; None for no bound.
         huber_delta: the error above which the loss grows linearly; None squares every error.
-
-    Returns:
-        [B, T].
     """
     check_same_shape(values=values, returns=returns)
     check_positive(value_clip=value_clip, huber_delta=huber_delta)
@@ -161,7 +153,7 @@ def value_loss(
 
 
 def explained_variance(values: Tensor, returns: Tensor, loss_mask: Tensor, total: Total = of_one_rank) -> float:
-    """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens. A perfect critic has 1, a constant one 0.
+    """Computes 1 - Var(returns - values) / Var(returns) over the loss tokens: 1 for a perfect critic, 0 for a constant.
 
     Returns 0 if the returns do not vary. `total` reduces over ranks, which hold different trajectories.
     """

@@ -19,15 +19,5 @@ from lightrl.loops.rollout_stage import RolloutStage, devices_text
 from lightrl.loops.shared_rollout import SharedRollout
 from lightrl.loops.step_log import StepLog, keep_rows
 
-__all__ = [
-    "CheckpointConnector",
-    "RolloutLoop",
-    "RolloutStage",
-    "SharedRollout",
-    "StepLog",
-    "keep_rows",
-    "check_exists",
-    "check_resume",
-    "devices_text",
-    "logging_allowed",
-]
+__all__ = ["CheckpointConnector", "RolloutLoop", "RolloutStage", "SharedRollout", "StepLog", "check_exists"]
+__all__ += ["check_resume", "devices_text", "keep_rows", "logging_allowed"]

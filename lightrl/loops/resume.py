@@ -1,7 +1,4 @@
-"""Resume: the state that a resumed run or the next fit continues from, and why a checkpoint must not be saved now.
-
-With fast_dev_run, `check_resume` runs instead of a save.
-"""
+"""Resume keeps the state that a resumed run or the next fit continues from; `check_resume` checks it (fast_dev_run)."""
 
 from __future__ import annotations
 
@@ -44,9 +41,9 @@ _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class",
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
-    """Returns a fit's settings by path: the command's settings, or module attributes named like constructor arguments.
+    """Returns a fit's settings by path: the command's or, without one, the module's constructor arguments.
 
-    Numbers that `configure_optimizers` set (`optimizers`) are added if the model has no setting of the same name.
+    `optimizers` has the numbers that `configure_optimizers` set; they are added if the model has no such setting.
     """
     settings = trainer.settings
     if settings is None:
@@ -76,7 +73,7 @@ def _is_plain(value: object) -> bool:
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Flattens settings to paths like `model.sampling.temperature`, without secrets. Keys lists of classes by name."""
+    """Flattens settings to paths like `model.sampling.temperature`, without secrets; list items go by class name."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -93,7 +90,7 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Returns a text like `model.group_size 8 → 4` per changed setting; of changed classes, only shared arguments."""
+    """Returns a text like `model.group_size 8 → 4` per changed setting; for a changed class, only shared arguments."""
     are_complete = all("model.class_path" in settings for settings in (before, after))  # both come from a command
     common = before.keys() & after.keys()
     names = [name for name in dict.fromkeys([*before, *after]) if are_complete or name in common]
@@ -111,11 +108,9 @@ def _text(value: object) -> str:
 
 
 class Resume:
-    """Keeps the rollout's state, and counters that Lightning does not keep.
+    """Keeps the rollout's state, and counters that Lightning does not keep, such as skipped updates.
 
-    Args:
-        trainer: the trainer; its rollout is open between `restore_rollout` and `keep_rollout`.
-        guard: counts skipped updates.
+    The trainer's rollout is open between `restore_rollout` and `keep_rollout`.
     """
 
     def __init__(self, trainer: RLTrainer, guard: GradientGuard) -> None:
@@ -129,7 +124,7 @@ class Resume:
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Begins a stage: resets what an earlier stage, which may have failed, has set."""
+        """Resets what an earlier stage, which may have failed, left behind."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
@@ -157,10 +152,7 @@ class Resume:
         torch.set_rng_state(state_dict["torch_rng"])
 
     def keep_settings(self) -> None:
-        """Keeps this fit's settings, with the numbers that `configure_optimizers` set, before a checkpoint is loaded.
-
-        `lr` is the initial rate.
-        """
+        """Keeps this fit's settings and optimizer settings (`lr` is the initial rate) before a checkpoint is loaded."""
         self._optimizers = [
             [
                 {name: value for name, value in group.items() if isinstance(value, float | tuple)}
@@ -218,7 +210,7 @@ class Resume:
                     )  # fmt: skip
 
     def restore_rollout(self) -> None:
-        """Loads the state from a checkpoint or the previous fit, if there is one, into the newly opened rollout."""
+        """Loads the state from a checkpoint or the previous fit, if any, into the newly opened rollout."""
         if self._rollout_state is not None:
             seed = self._rollout_state["run_seed"]
             if seed != self.trainer.run_seed:
@@ -338,26 +330,26 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
     if any("://" in item.dirpath for item in named):
         return "last"  # Lightning finds it
     in_named = [path for item in named for path in Path(item.dirpath).glob(f"{item.CHECKPOINT_NAME_LAST}*.ckpt")]
-    saved, places = [*in_named], dict.fromkeys(item.dirpath for item in named)
+    saved, searched = [*in_named], dict.fromkeys(item.dirpath for item in named)
     unnamed: list[Any] = [item for item in trainer.checkpoint_callbacks if item not in named]
     if unnamed or not named:
         root, run = (log_dir.parent, "*/") if trainer.loggers else (Path(trainer.default_root_dir), "")
-        places[str(root)] = None
+        searched[str(root)] = None
         own = {Path(item.dirpath) for item in unnamed if getattr(item, "dirpath", None)}  # set by an earlier stage
         own_saved = [path for folder in own for path in folder.glob("last*.ckpt")]
         saved += own_saved or root.glob(f"{run}checkpoints/last*.ckpt")
-    settings, where, newer, broken_links, found = settings_of(trainer, []), ", ".join(places), "", [], None
+    settings, folders, newest_other, broken_links, found = settings_of(trainer, []), ", ".join(searched), "", [], None
     for path in sorted(saved, key=lambda path: path.stat().st_mtime if path.exists() else 0, reverse=True):
-        then = {} if path in in_named else _saved_settings(path)
+        saved_settings = {} if path in in_named else _saved_settings(path)
         if not path.exists():
             broken_links.append(path)
-        elif difference := _difference(then, settings, is_fit=is_fit):
-            newer = newer or f"{path} ({difference})"
-        elif then or path in in_named:
+        elif difference := _difference(saved_settings, settings, is_fit=is_fit):
+            newest_other = newest_other or f"{path} ({difference})"
+        elif saved_settings or path in in_named:
             found = path
             break
         else:
-            found = found or path  # of an unknown experiment: a checkpoint of this experiment takes precedence
+            found = found or path  # its experiment is unknown: one of this experiment takes precedence
     if found is not None:
         is_elsewhere = trainer.loggers and found not in in_named and log_dir not in found.parents
         log.info("ckpt_path=last is %s.%s", found, " This run writes to a new folder." if is_elsewhere else "")
@@ -367,11 +359,11 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
             f"ckpt_path=last: {broken_links[0]} is a link to {broken_links[0].readlink()}, which does not exist. Pass "
             "the path of another checkpoint, or remove the link to start from the beginning."
         )
-    reason = f"ckpt_path=last: {where} has no last*.ckpt of an earlier run."
-    if newer:
+    reason = f"ckpt_path=last: {folders} has no last*.ckpt of an earlier run."
+    if newest_other:
         reason = (
-            f"ckpt_path=last: {where} has only checkpoints of other experiments. The newest is {newer}. To continue "
-            "from it, pass its path as ckpt_path."
+            f"ckpt_path=last: {folders} has only checkpoints of other experiments. The newest is {newest_other}. To "
+            "continue from it, pass its path as ckpt_path."
         )
     if not is_fit:
         raise ValueError(f"{reason} Pass the path of a checkpoint.")
@@ -404,7 +396,7 @@ def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
 
 
 def check_resume(trainer: RLTrainer) -> None:
-    """Saves a checkpoint to memory, without weights and optimizers, loads it and compares. Called on all ranks.
+    """Saves a checkpoint without weights and optimizers to memory, loads it, and compares. Called on all ranks.
 
     Raises LightRLError if a part cannot be loaded, or differs after loading.
     """
@@ -443,7 +435,7 @@ def _save_and_load(value: object) -> object:
 
 
 def _can_be_loaded(value: object) -> bool:
-    with contextlib.suppress(Exception):  # as above; the caller names the value
+    with contextlib.suppress(Exception):  # a user's class may raise anything; the caller names the value
         _save_and_load(value)
         return True
     return False

@@ -2,11 +2,9 @@
 
     take groups → Experience → score, advantages → minibatches → version + 1 → weights out
 
-If training is on-policy, calls that need no rewards run while the last rewards are still pending (`defers_rewards`).
-
-It replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls once for each training
-batch. One batch is one iteration, one `global_step` and one weight version. A module that is not an RLModule uses
-Lightning's code unchanged.
+RolloutLoop replaces `trainer.fit_loop.epoch_loop.automatic_optimization`, whose `run` Lightning calls for each training
+batch. One batch is one iteration, one `global_step` and one weight version. On-policy, model calls that need no rewards
+run while the last rewards are pending (`defers_rewards`). A module that isn't an RLModule uses Lightning's code.
 """
 
 from __future__ import annotations
@@ -49,8 +47,6 @@ from lightrl.trajectory import Group, Trajectory, sampling_seed
 
 _Handler = Callable[[int, FrameType | None], None]
 _IGNORED: dict[signal.Signals, _Handler] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, frame: None)
-
-
 _RECEIVED = "Received %s. The run %sends, at the latest after this iteration. Ctrl-C ends it now."
 
 
@@ -211,7 +207,7 @@ class RolloutLoop(_AutomaticOptimization):
 
     @contextlib.contextmanager
     def _seeded_randomness(self, module: RLModule) -> Iterator[None]:
-        """Seeds torch's random numbers from run seed and weight version inside the context; restores them afterwards.
+        """Seeds torch's generators from run seed and weight version inside the context; restores them afterwards.
 
         A resumed run could not repeat the global random state, because loaders and validation draw from it.
         """
@@ -223,13 +219,11 @@ class RolloutLoop(_AutomaticOptimization):
             yield
 
     def _score(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
-        """Returns the iteration's Experience with model call outputs, rewards and advantages."""
         if self.trainer.rollout.settings.defers_rewards:
             return self._score_before_rewards(module, groups)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         with self._phase("score"):
-            experience = self._make_experience(module, trajectories)
-            return self._run_calls(module, experience, trajectories, left_out=set())
+            return self._run_calls(module, self._make_experience(module, trajectories), trajectories, left_out=set())
 
     def _score_before_rewards(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
         """Runs the calls that need no rewards while the last rewards are pending, then all others."""
@@ -416,7 +410,7 @@ class RolloutLoop(_AutomaticOptimization):
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
-        # With the batch's index in its loop, prompt ids, and therefore seeds, are the same in each validation.
+        # The index of the batch is in the name, so each validation has the same prompt ids and therefore seeds.
         name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),
@@ -436,7 +430,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.num_updates = int(state_dict.get("num_updates", self.num_updates))
 
     def _make_on_wait(self, hook: str | None = None) -> OnWait:
-        """Returns a function for a rollout to call while it waits; it calls the RL hook with the progress."""
+        """Returns a function that a rollout calls while it waits, to report its progress to an RL hook."""
 
         def on_wait(done: int, total: int) -> None:
             self.ranks.step()
@@ -449,7 +443,6 @@ class RolloutLoop(_AutomaticOptimization):
         return on_wait
 
     def _report_drops(self) -> None:
-        """Reports the trajectories dropped since the last report to callbacks and the module."""
         for drop in self.trainer.rollout.drain_drops():
             self.trainer.call_rl_hook("on_trajectory_dropped", drop.reason, drop.message)
 

@@ -85,7 +85,6 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
 }
 
-
 log = logging.getLogger(__name__)
 
 # New objects per garbage collection. With Python's default of 700, 40 collections took 14 ms of a 340 ms iteration.
@@ -228,8 +227,7 @@ class RolloutStage:
                 trainer, module.tokenizer, max_prompt_tokens=module.max_prompt_tokens, seed=trainer.run_seed
             )
             num_iterations = trainer.estimated_stepping_batches
-            is_endless = num_iterations == float("inf")
-            total_groups = None if is_endless else int(num_iterations) * prompts.batch_size
+            total_groups = None if num_iterations == float("inf") else int(num_iterations) * prompts.batch_size
             settings = dataclasses.replace(settings, groups_per_iteration=prompts.batch_size, total_groups=total_groups)
             _check_minibatches(module, settings, ranks)
         settings = _apply_hooks(trainer, module, settings)
@@ -315,7 +313,6 @@ def _check_minibatches(module: RLModule, settings: RolloutSettings, ranks: Ranks
 
 
 def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
-    """Applies all `configure_rollout` hooks to the settings and returns the result."""
     for hook in trainer.rl_hooks("configure_rollout"):
         changed: object = hook(settings)
         if not isinstance(changed, RolloutSettings):
@@ -341,12 +338,10 @@ def devices_text(trainer: RLTrainer) -> str:
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)
-    text = f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}"
-    return text.rstrip()
+    return f"trainer {', '.join(map(str, devices))}; {type(engine).__name__} {engine.place(devices)}".rstrip()
 
 
 def _log_derived_settings(trainer: RLTrainer, module: RLModule, settings: RolloutSettings | None) -> None:
-    """Logs the settings that were derived from the user's."""
     engine, threads = trainer.engine, count_text(torch.get_num_threads(), "update thread")
     decoding = f", {count_text(engine.threads, 'decoding thread')}" if engine is not None and engine.threads else ""
     log.info("engine: %s%s; %s", type(engine).__name__, decoding, threads)

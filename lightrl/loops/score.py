@@ -3,7 +3,7 @@
 Each call runs as soon as its inputs are ready:
 
     rank 0    policy's calls ...   function (thread) ...  ─┐
-    rank 1    critic's calls ...                          ─┴─► results to all ranks: when a call needs them, or last
+    rank 1    critic's calls ...                          ─┴─► results to all ranks, when needed or at the end
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Returns the call's outputs, [B] or [B, T, ...], as recorded in the trajectories, otherwise by calling `ask`.
+    """Returns the call's outputs, [B] or [B, T, ...], from the trajectories if recorded there, otherwise from `ask`.
 
-    A function or server might answer a second call differently, or fail. Floats become float32 either way. Recorded
-    outputs are padded with 0.
+    A second call of a function or server might fail or give a different answer. Recorded outputs are padded with 0.
+    Floats become float32 either way.
     """
     recorded = [item.call_outputs for item in trajectories]
     is_recorded = bool(recorded) and all(key in outputs for outputs in recorded for key in call.outputs)
@@ -90,10 +90,8 @@ def score(
     """Returns the Experience with the outputs of the module's model calls and its advantages, [B, T].
 
     Args:
-        module: provides `model_calls`, `advantages` and the models.
         experience: the whole iteration, as an Experience or as returned by `shard`. Each rank runs the models of its
-            roles on its share of the rows. Only rank 0 calls functions and servers, because a second call may get a
-            different answer.
+            roles on its share of the rows. Only rank 0 calls functions and servers, whose answers may vary.
         trajectories: the same rows, for calls that read texts; needed on rank 0.
         forward_context: the precision plugin's context, entered only around models: with half precision, tensors that
             `advantages` creates would otherwise be bfloat16 by default.
@@ -174,8 +172,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
     tuning = tuning_of(model).base_only(model) if call.base_only else contextlib.nullcontext()
     numbers: dict[str, list[Tensor]] = {name: [] for name in (key, "teacher_topk_ids", "teacher_topk_logprobs")}
     with _on_device(module, role), tuning:
-        model_of_role = module.parallel_models[role]
-        for output in forward(model_of_role, parts, max_tokens=max_tokens, ranks=ranks, topk=call.topk):
+        for output in forward(module.parallel_models[role], parts, max_tokens=max_tokens, ranks=ranks, topk=call.topk):
             values = output.values if scores_ends or key == "values" else output.logprobs
             if values is None:
                 raise ValueError(f"Model call {call.name!r} needs {key!r}, but the model of {role!r} has no values.")
@@ -217,13 +214,9 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Adds the reward model's scores to the rewards.
-
-    Raises:
-        ValueError: if all scores are 0, which shows an untrained head (undetectable on the meta device).
-    """
+    """Adds the reward model's scores to the rewards; raises ValueError if all are 0, a sign of an untrained head."""
     scores = experience["reward_model_scores"]
-    if not scores.any():
+    if not scores.any():  # undetectable while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}
@@ -248,8 +241,7 @@ def _on_loss(name: str, values: Tensor, experience: ShardedExperience, is_whole:
         raise ValueError(
             f"advantages must return {name} as [B] = {(num,)} or [B, T] = {tuple(mask.shape)}{local}, got {shape}."
         )
-    masked = torch.where(mask, values.detach().float().cpu(), 0.0)
-    return TokenRows.of_padded(masked, experience.lengths, rows)
+    return TokenRows.of_padded(torch.where(mask, values.detach().float().cpu(), 0.0), experience.lengths, rows)
 
 
 @contextlib.contextmanager
@@ -386,7 +378,7 @@ class CallRun:
     def _run_with_others(
         self, trainer_calls: list[ModelCall], share: Callable[[ModelCall, _Results], _Results]
     ) -> None:
-        """Runs this rank's trainer calls, and shares all results with the other ranks."""
+        """Runs this rank's trainer calls, and shares the results of all calls among the ranks."""
         shared = {call.name for call in self.graph.calls} - self._todo
 
         def share_with_all(call: ModelCall) -> None:  # shares the calls that it depends on first
@@ -411,7 +403,6 @@ class CallRun:
             share_with_all(call)
 
     def run_now(self, call: ModelCall) -> None:
-        """Runs the call in the caller's thread."""
         with self._changed:
             self._raise_if_failed()
             state = self.state

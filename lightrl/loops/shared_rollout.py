@@ -1,7 +1,6 @@
 """SharedRollout: gives every rank the groups, drops, progress and errors of rank 0's rollout controller.
 
-An iteration's texts stay on rank 0; the other ranks get a summary of each trajectory. `sharing.py` sends each rank the
-tokens that it works on.
+Texts stay on rank 0. Other ranks get a summary of each trajectory and, from sharing.py, the tokens they work on.
 
 Rank 0 rolls out. The other ranks wait on the CPU group for its messages, which report the progress once a second. So no
 device collective is pending during the rollout, and an error or Ctrl-C on rank 0 quickly reaches every rank, as the
@@ -38,7 +37,7 @@ _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """Base of prompts and trajectories on ranks other than 0; the error for a missing attribute says where it is."""
+    """Base of prompts and trajectories on ranks other than 0; explains why an attribute is missing there."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying looks these up before the fields are set
@@ -102,7 +101,7 @@ def groups_of(summaries: _Summaries) -> list[Group]:
 
 
 def set_remote_rewards(groups: Sequence[Group], summaries: _Summaries) -> None:
-    """Sets the rewards from later summaries of the same groups; removes trajectories without one."""
+    """Sets the rewards from later summaries of the same groups; removes trajectories without a reward."""
     for group, later in zip(groups, groups_of(summaries), strict=True):
         items = {item.sample: item for item in group.trajectories}
         group.trajectories = [items[item.sample] for item in later.trajectories]
@@ -115,8 +114,7 @@ class SharedRollout:
 
     Args:
         start: makes the controller; called only on rank 0. The other ranks wait for it and raise its errors.
-        ranks: all ranks of the run.
-        run_seed, settings: of the controller.
+        run_seed, settings: the controller's.
     """
 
     is_recorded = False
@@ -153,7 +151,7 @@ class SharedRollout:
         return self._remote_version if self.controller is None else self.controller.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Takes groups as RolloutController does; on other ranks, they lack tokens and texts."""
+        """Takes groups as RolloutController does; on ranks other than 0, they lack tokens and texts."""
         controller = self.controller
         if controller is None:
             summaries, dtypes = self._follow(on_wait)

@@ -46,7 +46,6 @@ def shard(
 
     Args:
         experience: all rows, with tokens on the ranks `has_all`.
-        ranks: all ranks of the run.
         seed: determines the minibatches.
     """
     graph = module.data_flow()
@@ -147,28 +146,29 @@ def share_outputs(
             tokens = {name: value for name, value in tokens.items() if name not in rollout_fields()}
             has = torch.ones_like(needs) if module.advantage_inputs else _owned(experience)
             return {**outputs, **exchange(experience, tokens, has, needs)}
-        holders = holders_of(call, ranks) if is_forward(call) else None
+        holders = holders_of(call, ranks) if is_forward(call) else None  # None: the call ran on rank 0
         has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders)
         source = 0 if holders is None else holders.first_rank
-        # For each output, a tensor of the right dtype and shape: empty if per token, one rank's values if [B].
-        kinds = {
+        # `source` tells the other ranks the outputs' names, dtypes and shapes: an output per token is sent as an empty
+        # tensor, and an output [B] with the values that `source` has.
+        from_source = {
             name: torch.from_numpy(value.empty.copy()) if isinstance(value, TokenRows) else value
             for name, value in (outputs if ranks.rank == source else {}).items()
         }
-        kinds = ranks.broadcast_tensors(kinds, source=source)
+        from_source = ranks.broadcast_tensors(from_source, source=source)
         read_on_rank_0 = {key for other in module.data_flow().calls if runs_in_thread(other) for key in other.inputs}
         shared: dict[str, Any] = {}
-        for name in sorted(kinds):
-            if not len(kinds[name]):
-                tokens = {name: outputs[name] if name in outputs else nowhere(experience, kinds[name])}
+        for name, sent in sorted(from_source.items()):
+            if not len(sent):  # per token
+                tokens = {name: outputs[name] if name in outputs else nowhere(experience, sent)}
                 needed = needs.clone()
                 needed[0] |= name in read_on_rank_0 or holders is None  # the trajectory log records function outputs
                 shared |= exchange(experience, tokens, has, needed)
-            elif holders is None:
-                shared[name] = kinds[name]
-            else:  # each dp rank has its rows, and 0 elsewhere; the first member of each sends them
+            elif holders is None:  # [B], complete on rank 0
+                shared[name] = sent
+            else:  # [B]: a dp rank has 0 for the others' rows, so the sum over one member of each has all values
                 is_sender = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
-                shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(kinds[name]))
+                shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(sent))
         return shared
 
 

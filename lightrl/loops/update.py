@@ -6,10 +6,8 @@ into microbatches. Metrics do not depend on the division into microbatches, mini
 A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]. A pair of
 values and weights of the same shape gives their weighted mean, Σ w·v / Σ w. If the name starts with `max_` or `min_`,
 the metric is the largest or smallest value whose weight is not 0; with `num_`, it is the weighted sum. A metric whose
-weights are all 0 is left out.
-
-A part of a metric is a tensor [2]: Σ w·v (or the maximum or minimum so far), and Σ w. Parts of microbatches, ranks and
-minibatches are joined in the same way.
+weights are all 0 is left out. A part of a metric is a tensor [2]: Σ w·v (or the maximum or minimum so far), and Σ w.
+Parts of microbatches, ranks and minibatches are joined in the same way.
 
 The effective sample size needs two sums. Let w be the weight of a token's policy gradient. The means of w and of w²
 over the tokens that learn (w ≠ 0) are joined as two metrics, from which `values_of` computes `ess_fraction` = mean(w)²
@@ -49,6 +47,8 @@ from lightrl.strategies import Ranks, ShardedExperience
 if TYPE_CHECKING:
     from lightrl.module import RLModule
 
+log = logging.getLogger(__name__)
+
 WEIGHT, SQUARED_WEIGHT, ESS = "ess_weight", "ess_weight_squared", "ess_fraction"
 
 Reduction = Literal["mean", "sum", "max", "min"]
@@ -71,7 +71,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # Key: id of the weights, or the number of dims without weights. Value: weights, where they count, and their sum.
+    # id of the weights (without weights: the number of dims) → weights, mask of the values that count, sum of weights
     weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():
@@ -142,7 +142,7 @@ def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
     """Returns the names that any rank has; sends names only if checksums show that they differ between ranks."""
     encoded = json.dumps(own).encode()
-    checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # of the names, and their lengths
+    checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # each rank's checksum, and the length of its names
     checksums[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
     checksums = ranks.sum_(checksums)
     if bool((checksums == checksums[0]).all()):
@@ -154,9 +154,6 @@ def _all_names(own: list[str], ranks: Ranks) -> list[str]:
     return sorted({name for names in lists for name in names})
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass
 class MinibatchLoss:
     """Reduces the losses and metrics that `RLModule.loss` or `value_loss` returns for a minibatch's microbatches.
@@ -164,7 +161,6 @@ class MinibatchLoss:
     Args:
         module: defines the losses and `loss_reduction`.
         minibatch: the whole minibatch, of all ranks.
-        role: the role to train.
         ranks: all ranks of the run; the role's ranks divide the minibatch among them.
         weight_version: the version of the current weights in an iteration's first update; None in later ones.
     """
@@ -208,7 +204,6 @@ class MinibatchLoss:
         return share * self.holders.dp_size  # gradients are averaged over dp ranks, but shares must be summed
 
     def _behavior_metrics(self, experience: Experience, logprobs: Tensor, weights: Metric | None) -> dict[str, Metric]:
-        """Returns metrics that compare the current policy with the behavior policy."""
         k3 = kl(experience.behavior_logprobs, logprobs, estimator="k3")
         mismatch = (logprobs - experience.behavior_logprobs).abs()
         weights = weights if isinstance(weights, Tensor) else policy_ratio(logprobs, experience.behavior_logprobs)
@@ -221,7 +216,7 @@ class MinibatchLoss:
             is_current = experience.weight_versions == self.weight_version
             metrics["sync/mismatch_k3_nats"] = k3, is_current
             metrics["sync/mismatch_abs_dlogp_nats"] = metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_current
-            # Only rows without older tokens, because an engine may have reused the KV cache of these.
+            # Only rows without older tokens: the engine may have reused older tokens' KV cache.
             in_current_row = (is_current | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mismatch)
             metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
             metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
@@ -232,7 +227,7 @@ class MinibatchLoss:
         return f"{type(self.module).__name__}.{hook}"
 
     def _call_hook(self, hook: str, experience: Experience, values: object) -> dict[str, Metric]:
-        """Calls a user's loss; for common mistakes, raises an error that says how to fix them."""
+        """Calls a user's loss; if it makes a common mistake, raises an error that says how to fix it."""
         name = self._name(hook)
         try:
             result = getattr(self.module, hook)(experience, values)
@@ -340,7 +335,7 @@ def _check_metric(hook: str, name: str, metric: Metric, mask: Tensor) -> None:
 
 
 def _explain(error: AttributeError | TypeError, name: str, experience: Experience) -> None:
-    """Raises an error that says what to do if a loss reads a field that does not exist or is not set."""
+    """Raises an error with a fix if a loss reads a field that does not exist or is not set."""
     missing = FIELDS - experience.tensors().keys()
     if isinstance(error, AttributeError) and isinstance(error.obj, Experience):
         wrong = str(error.name)
@@ -367,8 +362,7 @@ class GradientGuard:
 
         Raises TrainingError after `max_in_a_row` skipped updates in a row.
         """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = (ranks or Ranks()).total_norm(gradients)
+        norm = (ranks or Ranks()).total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         if math.isfinite(norm):
             self.num_in_a_row = 0
         else:

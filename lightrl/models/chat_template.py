@@ -1,5 +1,4 @@
-"""ChatTemplate: renders chats as text, for data, workflows, stop tokens and exports. The template belongs
-to the policy's tokenizer, where `set_chat_template` changes it.
+"""ChatTemplate: renders chats for data, workflows, stop tokens and exports, with the policy tokenizer's template.
 
 If a chat ends with an assistant's message, the policy continues that message. If the prompt already opens the policy's
 turn, for example with `<think>`, that text belongs to the turn. A date in a template is the run's start date.
@@ -118,8 +117,8 @@ class ChatTemplate:
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # Special tokens to encode as text if typed: outside assistant messages, and in them.
-        self._typed: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
+        # Patterns of special tokens that are text if a message contains them: outside assistant messages, and inside.
+        self._patterns: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 
     @property
@@ -133,7 +132,7 @@ class ChatTemplate:
         return "strftime_now" in str(self.chat_template)
 
     def row_arguments(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns the template's arguments: the row's `chat_template_kwargs`, and `tools` (None: the row's tools)."""
+        """Returns the template's arguments: the row's `chat_template_kwargs`, and `tools` (by default the row's)."""
         kwargs = prompt.fields.get("chat_template_kwargs") or {}
         row_tools = tools is None and prompt.fields.get("tools")
         if isinstance(row_tools, str):
@@ -161,7 +160,7 @@ class ChatTemplate:
         """
         messages = [self._as_read(message) for message in messages]
         text = self._apply_template(messages, arguments, is_whole=is_whole)
-        typed, assistant_typed = self._typed_tokens()
+        typed, assistant_typed = self._text_patterns()
         marked = [_marked(each, assistant_typed if each.get("role") == "assistant" else typed) for each in messages]
         marked_arguments = _marked(arguments, typed)
         if marked != messages or marked_arguments != arguments:
@@ -189,18 +188,17 @@ class ChatTemplate:
         )
         return str(text)
 
-    def _typed_tokens(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Returns two patterns of tokens to encode as text: all special tokens; in assistant messages, turn markers."""
-        if self._typed[0] is not self.chat_template:
-            self._typed = self.chat_template, _one_of([]), _one_of([])  # the probe below uses these empty patterns
+    def _text_patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
+        """Returns patterns of tokens to encode as text: special tokens, but only turn markers in assistant messages."""
+        if self._patterns[0] is not self.chat_template:
+            self._patterns = self.chat_template, _one_of([]), _one_of([])  # the probe below uses these empty patterns
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
             in_chats = [name for name in added if name in self._probe(2)]
             turn_markers = [name for name in in_chats if "think" not in name.lower()]
-            self._typed = self.chat_template, _one_of([*self._special_tokens(), *in_chats]), _one_of(turn_markers)
-        return self._typed[1:]
+            self._patterns = self.chat_template, _one_of([*self._special_tokens(), *in_chats]), _one_of(turn_markers)
+        return self._patterns[1:]
 
     def _special_tokens(self) -> list[str]:
-        """Lists the special tokens, longest first."""
         added = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         return sorted({*map(str, self.tokenizer.all_special_tokens), *added}, key=len, reverse=True)
 
@@ -213,7 +211,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _with_image_frames(self, text: str) -> str:
-        """Replaces the one token that Gemma 3's template writes for an image with all tokens that the model reads."""
+        """Replaces the single token that Gemma 3's template writes per image with all tokens that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text
@@ -252,7 +250,7 @@ class ChatTemplate:
         """Joins the text of the messages without a template, with an image token for each image."""
         reader = self.image_reader
         image_text = "" if reader is None else self.decode([(reader.frame or (reader.image_token_id,))[0]])
-        typed = self._typed_tokens()[0].findall(plain_text(messages))
+        typed = self._text_patterns()[0].findall(plain_text(messages))
         self._warn_of_typed(len(typed), "without a chat template")
         return self._with_image_frames(plain_text(messages, image_text))
 

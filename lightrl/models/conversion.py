@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel) -> list[Any]:
 
 
 def keep_first_axis(model: PreTrainedModel) -> bool:
-    """Whether all conversions are known to keep the first axis: row i of a parameter then needs only row i of files."""
+    """Whether all conversions are known to keep the first axis, so row i of a parameter needs only row i of a file."""
     for rule in conversions(model):
         for operation in getattr(rule, "operations", ()):
             kind = type(operation).__name__
@@ -175,7 +175,7 @@ def load_parts(
             if is_read and not torch.equal(model.get_parameter(name), model.get_parameter(source)):
                 raise _untied(spec, name)
         model._adjust_missing_and_unexpected_keys(info)  # removes names that the family allows to be missing or extra
-        # With more ranks than experts some ranks hold none, and conversion rules do not make empty tensors.
+        # With more ranks than experts, some ranks hold none, and conversion rules do not create empty tensors.
         empty = {name for name, _ in model.named_parameters() if model.get_parameter(name).numel() == 0}
         missing = set(info.missing_keys) - empty - set(tied)
     for name, parameter in model.named_parameters():
@@ -214,8 +214,7 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
 
     index = find("model.safetensors.index.json")
     names = {"model.safetensors"} if index is None else set(json.loads(index.read_text())["weight_map"].values())
-    files = [find(name) for name in sorted(names)]
-    return [file for file in files if file is not None]
+    return [file for name in sorted(names) if (file := find(name)) is not None]
 
 
 @contextlib.contextmanager

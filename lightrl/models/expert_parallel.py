@@ -11,11 +11,12 @@ transformers' semi-private code moves the tokens; conversion.py lists what light
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightrl.models.conversion import semi_private
 from lightrl.models.images import new_model
@@ -27,24 +28,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-def expert_mesh(device_type: str, *, num_replicas: int, ep: int) -> DeviceMesh:
-    """Makes the mesh that divides a model's experts over all ranks; collective.
+def expert_mesh(device_type: str, *, num_replicas: int = 1, num_stages: int = 1, ep: int) -> DeviceMesh:
+    """Makes the mesh that divides the experts of a model, or of each pipeline stage, over its ranks; collective.
 
     Adjacent ranks, along axis `ep`, hold different experts; ranks along axis `shard` shard the same experts. Axis
     `batch`, for ranks with the same tokens, has size 1.
     """
-    sizes = (num_replicas, dist.get_world_size() // (num_replicas * ep), ep, 1)
-    return init_device_mesh(device_type, sizes, mesh_dim_names=("replica", "shard", "ep", "batch"))
+    sizes = (num_stages, num_replicas, dist.get_world_size() // (num_stages * num_replicas * ep), ep, 1)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("stage", "replica", "shard", "ep", "batch"))
 
 
 @once_per_config
 def num_split_experts(config: PretrainedConfig) -> int:
     """Returns the number that `ep` must divide: the gcd of the MoE blocks' expert counts; 0 for a dense model.
 
-    Builds the model on the meta device.
-
-    Raises:
-        ValueError: if transformers cannot divide the experts.
+    Builds the model on the meta device. Raises ValueError if transformers cannot divide the experts.
     """
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
@@ -53,12 +51,23 @@ def num_split_experts(config: PretrainedConfig) -> int:
 
 
 def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Replaces each MoE block's experts with this rank's, as DTensors on axis `ep` of the mesh.
+    """Replaces each MoE block's experts with this rank's share, as DTensors on axis `ep` of the mesh.
 
-    Raises:
-        ValueError: if transformers cannot divide the experts of this family.
+    Raises ValueError if transformers cannot divide the experts of this family.
     """
     semi_private("apply_expert_parallelism")(model, mesh["ep"], mesh["batch"], _plan(model), "all_to_all")
+
+
+def shard_experts(block: Any, mesh: DeviceMesh, *, num_ranks: int, **options: Any) -> None:
+    """Shards a block's experts, after `split_experts`, over the ranks of `expert_mesh` that hold the same ones.
+
+    `num_ranks` is the number of ranks over which the model's other gradients are averaged; `options` are FSDP2's.
+    """
+    axes = ("replica", "shard") if mesh["replica"].size() > 1 else "shard"
+    module: Any = fully_shard(block.experts, mesh=mesh[axes], **options)
+    # The backward already sums over the ep axis, so divide by all ranks. gloo cannot scale in a sum.
+    module.set_gradient_divide_factor(num_ranks)
+    module.set_force_sum_reduction_for_comms(mesh["shard"].size() > 1)
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

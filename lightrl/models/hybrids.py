@@ -17,8 +17,7 @@ def keeps_states(config: PretrainedConfig) -> bool:
     from transformers import DynamicCache
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-    layers = DynamicCache(config=config).layers
-    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=config).layers)
 
 
 def set_time_step_limits(model: PreTrainedModel) -> None:

@@ -209,7 +209,7 @@ class Attachments:
 
     @classmethod
     def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
-        """Returns a picklable function that maps token ids and Attached to Attachments, or None without images."""
+        """Returns a picklable function of token ids and images that returns their Attachments; None without images."""
         return functools.partial(_attachments_of, ImageReader.of(config))
 
     @classmethod
@@ -224,8 +224,7 @@ class Attachments:
             )
         image_reader.check(images, token_ids)
         prompt = image_reader.collapsed(token_ids, images)
-        body = {"image_data": [data_url(image) for image in images]}
-        return cls(prompt, body, image_reader.image_token_id)
+        return cls(prompt, {"image_data": [data_url(image) for image in images]}, image_reader.image_token_id)
 
     def input_ids(self, generated: Sequence[int]) -> list[int]:
         """Joins the prompt and its completion; raises RolloutError if the completion has an image token."""
@@ -369,7 +368,6 @@ def image_inputs(
     collective, so a rank without images runs it on a blank image and multiplies the features by 0.
 
     Args:
-        model: a vision model.
         token_ids: [B, T], with all image tokens of the prompts.
         images: the images of these rows.
         positions: rows and columns [N] of the tokens to concatenate into one row; None keeps the rows separate.
@@ -383,7 +381,7 @@ def image_inputs(
     """
 
     def pick(values: Tensor) -> Tensor:
-        """Selects the positions, [B, T, ...] → [1, N, ...], if there are any."""
+        """Selects `positions`, [B, T, ...] → [1, N, ...]; without them, returns the values."""
         return values if positions is None else values[positions][None]
 
     config, kind = model.config, vision_kind(model.config)

@@ -149,7 +149,7 @@ class LoRA(Tuning):
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
 
     def _name_for_peft(self, model: PreTrainedModel) -> None:
-        """Renames linear layers in the model's peft config that peft would mistake for fused experts.
+        """Renames, in the model's peft config, the linear layers that peft would mistake for fused experts.
 
         peft treats every target that ends with a name such as `gate_proj` as experts that transformers 5 fuses. If the
         layer's weight is listed as a target parameter instead, peft makes the same adapter.
@@ -215,7 +215,7 @@ class LoRA(Tuning):
         if self.adapter is not None:
             saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
             names = saved.get("target_parameters") or ()
-        if any(not name.endswith(".weight") for name in names):  # otherwise linear layers, see `_name_for_peft`
+        if any(not name.endswith(".weight") for name in names):  # linear layers are `.weight`, see `_name_for_peft`
             raise ValueError(
                 f"lora.target_parameters={list(names)} can only be trained in one process so far. Set trainer.strategy "
                 "to auto and trainer.devices to 1, or remove them."
@@ -233,7 +233,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function for the values in the folder `adapter`. In new adapters, B is 0 and A as in a new layer.
+        """Returns a function that reads the folder `adapter`, or makes new values: B is 0, A as in a new `nn.Linear`.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -320,7 +320,8 @@ class LoRA(Tuning):
     def served_form(self, model: PreTrainedModel, num_versions: int) -> ServedForm:
         if any(hasattr(module, "parameter_name") for module in model.modules() if hasattr(module, "lora_A")):
             raise ValueError(
-                "engine.adapters='served' cannot serve adapters of lora.target_parameters. Set 'merged', or remove it."
+                "engine.adapters='served' cannot serve adapters of lora.target_parameters. Set engine.adapters to "
+                "merged, or remove lora.target_parameters."
             )
         downs = (name for name in self.sources(model, "added") if ".lora_A." in name)
         targets = sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in downs})
@@ -364,7 +365,7 @@ class LoRA(Tuning):
         saved = {self.saved_name(key): torch.empty_like(value, device="meta") for key, value in tensors.items()}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is missing is listed below
+                warnings.simplefilter("ignore")  # of missing adapters; `differing` lists them
                 loaded = get_peft_model(base, PeftConfig.from_peft_type(**json.loads(config)), low_cpu_mem_usage=True)
                 unused = set_peft_model_state_dict(loaded, saved, low_cpu_mem_usage=True).unexpected_keys
             named = ((key.replace(f".{_ADAPTER}.", "."), value.shape) for key, value in loaded.named_parameters())
@@ -375,7 +376,7 @@ class LoRA(Tuning):
             problem = str(error).splitlines()[-1].strip()
         if problem:
             raise ValueError(
-                f"peft {version('peft')} would load {name} as another model: {problem}. Export the whole model "
+                f"peft {version('peft')} would load {name} as a different model: {problem}. Export the whole model "
                 "instead, with merged: true or lightrl export --merged."
             )
 

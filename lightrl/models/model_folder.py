@@ -142,10 +142,10 @@ class ModelDescription:
             save_processor(model.config, folder)
 
     def check_added(self, tensors: Mapping[str, torch.Tensor], name: str) -> None:
-        """Raises ValueError if other tools would read the added weights that `save` writes as another model."""
+        """Raises ValueError if other tools would load a different model from the added weights that `save` writes."""
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and all(map(tuning.adds, tensors)) and _OF_TRANSFORMERS.fullmatch(self.model_class):
-            tuning.check_saved(self._without_weights(), tensors, config, name)  # this needs no other code
+            tuning.check_saved(self._without_weights(), tensors, config, name)  # builds only a class of transformers
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
@@ -255,7 +255,6 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
     """Checks that an export may replace the content of a folder.
 
     Args:
-        to: the folder.
         asked_by: the setting's name, for the message.
         source: the path that the model was loaded from.
 
@@ -313,7 +312,6 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 
     Args:
         checkpoint: has `state_dict`, where names begin with the role's name.
-        models: all models of the module.
         saved: the roles to keep: all their weights, or only the trained ones if the tuning keeps the base.
     """
     state = checkpoint["state_dict"]

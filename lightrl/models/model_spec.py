@@ -51,11 +51,9 @@ _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 
 
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
-    """Context that turns transformers' exceptions into an OSError or a ValueError that names the source.
+    """Context manager that turns transformers' exceptions into an OSError or a ValueError with `source` and `fix`.
 
-    Args:
-        source: the setting and its value.
-        fix: what the user should do.
+    `source` is the setting and its value, `fix` what the user should do.
     """
 
     def named(error: BaseException) -> Exception:
@@ -107,8 +105,8 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "output_router_logits", False):
             raise ValueError(
-                f"{source} has output_router_logits=true, which requests the MoE load-balancing loss, but no "
-                "algorithm adds that loss yet. Set it to false in the model's config."
+                f"{source} has output_router_logits=true, which requests the MoE load-balancing loss. Set it to false "
+                "in the model's config, and add the callback ExpertBalance."
             )
         if getattr(part, "return_dict", True) is False:
             raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
@@ -116,9 +114,8 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
 
 def check_files(folder: Path) -> None:
     """Raises ValueError if a file has changed since lightrl exported it, or is a Git LFS pointer instead of weights."""
-    check_sums(
-        folder, "Copy the folder again, or export it again. If you changed this file on purpose, delete its line there."
-    )
+    fix = f"Copy or export the folder again. If you changed this file on purpose, delete its line in {SUMS_FILE}."
+    check_sums(folder, fix)
     for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else []:
         with file.open("rb") as content:
             if content.read(35) == b"version https://git-lfs.github.com/":
@@ -362,7 +359,7 @@ def _made_tokenizer(make: Callable[[], object], source: object) -> PreTrainedTok
 
 
 def _saved_tokenizer(given: object) -> str:
-    """Saves a tokenizer, given or returned by a function, in a cache folder named by content; returns the folder."""
+    """Saves a tokenizer, or the one that a function returns, in a cache folder named by hash; returns the folder."""
     from transformers import PreTrainedTokenizerBase
 
     make = given if callable(given) and not isinstance(given, PreTrainedTokenizerBase) else lambda: given
@@ -409,7 +406,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def is_silent(model: PreTrainedModel) -> bool:
-    """Whether the scalar head has only zeros, as a new one does; False if its weights are not loaded."""
+    """Whether all weights of the scalar head are 0, as in a new one; False if they are not loaded."""
     head = scalar_head(model)
     return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
 

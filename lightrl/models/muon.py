@@ -16,7 +16,7 @@ MOMENTUM = 0.95
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Updates hidden matrices with `torch.optim.Muon`, and all others with AdamW: embeddings, heads, fused experts.
+    """Updates hidden matrices with `torch.optim.Muon`, and embeddings, heads, fused experts and the rest with AdamW.
 
     Muon's step is adjusted to the size of AdamW's (`match_rms_adamw`), so both use the same learning rate and weight
     decay. Each rank computes the update of whole matrices: under FSDP2 it gathers the momentum of one matrix at a time,
@@ -35,7 +35,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, module: torch.nn.Module, groups: list[dict[str, Any]], **settings: Any) -> None:
         others = _not_hidden(module)
-        parts: list[tuple[list[Tensor], list[Tensor]]] = []
+        parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of each group: its hidden matrices, and the others
         for group in groups:
             is_matrix = [item.dim() == 2 and item not in others for item in group["params"]]
             pairs = list(zip(group["params"], is_matrix, strict=True))
@@ -44,7 +44,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             {**group, "params": items, "is_muon": is_muon}
             for is_muon in (True, False)
             for group, part in zip(groups, parts, strict=True)
-            if (items := part[not is_muon])
+            if (items := part[not is_muon])  # index 0: matrices, index 1: the others
         ]
         matrices, rest = ([item for part in parts for item in part[index]] for index in (0, 1))
         if not matrices:

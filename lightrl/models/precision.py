@@ -14,7 +14,7 @@ _MOST = 0.9  # fraction of the weights that an update must be able to change
 
 
 def computing_dtype(precision: str, weights: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a trainer of this `precision`, such as `bf16-mixed`, multiplies by its weights."""
+    """Returns the dtype of a trainer's matrix products under this `precision`, such as `bf16-mixed`."""
     return {"16": torch.float16, "bf16": torch.bfloat16}.get(precision.partition("-")[0], weights)
 
 

@@ -209,7 +209,6 @@ def load_role(
 
     Args:
         name: the role's name, for example `critic`.
-        policy: the policy's role.
         tokenizer: the policy's tokenizer.
     """
     check_tokens(name, role.spec, policy.spec, tokenizer)

@@ -22,6 +22,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,8 @@ from lightrl.models.moe import moe_blocks, num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from lightrl.experience import Experience
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +120,12 @@ def route_encoders(
     if without and record_routes:
         raise ValueError(
             f"record_routes is true, but {without[0]} does not return the experts of tokens. Start it "
-            "with SGLang's enable_return_routed_experts, or omit record_routes."
+            "with enable_return_routed_experts, or omit record_routes."
         )
     if without:
         log.warning(
-            "The trainer's router chooses the experts of each token, since %s does not return them. SGLang "
-            "returns them if it was started with enable_return_routed_experts.",
+            "The trainer's router chooses the experts of each token, since %s does not return them. It "
+            "returns them if it is started with enable_return_routed_experts.",
             without[0],
         )
         return {}
@@ -210,9 +213,19 @@ class Routes:
         with _Within(forward):
             yield read
 
-    def replaying(self, routes: Tensor | None) -> contextlib.AbstractContextManager[None]:
-        """Makes one forward and its recomputation use these routes, uint8 [N, w]; with None, the routers choose."""
-        return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
+    def replays(self, experience: Experience) -> bool:
+        """Whether a forward over these trajectories needs `at`, and therefore computes each trajectory alone."""
+        return experience.routes is not None
+
+    def at(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
+        """`replaying`, for a forward over the tokens at these positions."""
+        routes = experience.routes
+        return replaying(None if routes is None else routes[rows, columns].flatten(0, -2))
+
+
+def replaying(routes: Tensor | None) -> AbstractContextManager[None]:
+    """Makes one forward of wrapped blocks, and its recomputation, use these routes, uint8 [N, w], unless None."""
+    return contextlib.nullcontext() if routes is None or not len(routes) else _Within(_Forward(routes))
 
 
 class _Within:
@@ -230,7 +243,7 @@ class _Within:
         _forward.set(self._outer)
 
 
-def recompute_contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Returns the `context_fn` contexts of `torch.utils.checkpoint`; the recomputation replays the same routes."""
     return contextlib.nullcontext(), _Within(_forward.get())
 

@@ -91,7 +91,7 @@ class Tuning:
         raise NotImplementedError
 
     def check_saved(self, base: PreTrainedModel, tensors: Mapping[str, Tensor], config: str, name: str) -> None:
-        """Raises ValueError if other tools would read what `save` writes as another model; `base` has no memory."""
+        """Raises ValueError if other tools would load a different model from `save`'s files; `base` has no weights."""
 
     def add_saved(self, model: PreTrainedModel, tensors: Mapping[str, Tensor], config: str) -> None:
         """Adds a checkpoint's extra parameters to the base `model`."""

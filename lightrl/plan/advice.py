@@ -1,6 +1,6 @@
-"""Looks for layouts in which a run fits: sizes of the strategy, settings that save memory, servers, devices.
+"""Finds layouts in which a run fits: the strategy's sizes, settings that save memory, servers and devices.
 
-Every layout is one that its strategy accepts (`PlannedRun.refusal`). The fastest layout that fits comes first.
+Strategies accept all of these layouts (`PlannedRun.refusal`). The fastest layout that fits comes first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def settings_of(run: PlannedRun, base: PlannedRun) -> JsonObject:
     sizes = run.sizing(run)
     changed = _changes(sizes, base.sizing(base))
     trainer = changed.get("trainer", {})
-    if trainer.keys() & _RANKS:  # sets both, because the base's file may have `auto`
+    if trainer.keys() & _RANKS:  # sets both, because the user's file may have `auto`
         changed["trainer"] = {**trainer, **{name: sizes["trainer"][name] for name in _RANKS}}
     if strategy := _strategy_changes(run, base):
         changed["trainer"] = {**changed.get("trainer", {}), "strategy": strategy}
@@ -75,7 +75,7 @@ def settings_text(run: PlannedRun, base: PlannedRun) -> str:
 
 
 def choices(run: PlannedRun, device_bytes: float, gpu: Gpu, *, most: int = 3) -> list[Choice]:
-    """Returns the fastest layouts of the run's ranks that fit a GPU's memory, at most one for each split of the model.
+    """Returns the fastest layouts on the run's ranks that fit a GPU's memory, at most one for each split of the model.
 
     A tie goes to the layout that changes the fewest settings.
     """
@@ -91,10 +91,7 @@ def choices(run: PlannedRun, device_bytes: float, gpu: Gpu, *, most: int = 3) ->
 
 
 def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
-    """Returns the layouts that fit on the smallest number of ranks; [] if none fits, or if roles have their own ranks.
-
-    Beyond a node, only whole nodes are tried.
-    """
+    """Returns the layouts that fit on the fewest ranks or whole nodes; [] if none fits or a role has a mesh."""
     if any(role.mesh is not None for role in run.roles):
         return []
 
@@ -109,19 +106,20 @@ def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
     world = next((world for world in itertools.chain(within, beyond) if fits(world)), None)
     if world is None:
         return []
+    # whole nodes between the last two sizes that were tried
     between = range(world // 2 + node, world, node) if world > 2 * node else range(0)
     world = next((world for world in between if fits(world)), world)
     return choices(run.over(world), device_bytes, gpu)
 
 
 def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
-    """Yields the run with each combination of sizes that FSDP2Strategy or Parallel3DStrategy can have on its ranks."""
+    """Yields the run with the sizes that FSDP2Strategy, or Parallel3DStrategy without cp, allows on its ranks."""
     if any(role.mesh is not None for role in run.roles):
         yield run
         return
 
     def of(layout: Literal["FSDP2", "3D"], pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> PlannedRun:
-        is_3d = layout == "3D"  # it neither compiles layers nor offloads
+        is_3d = layout == "3D"  # which neither compiles layers nor offloads
         roles = (replace(role, pp=pp, tp=tp, cp=cp, is_compiled=role.is_compiled and not is_3d) for role in run.roles)
         changes: JsonObject = {"offloads": (), "keeps_gathered": False} if is_3d else {}
         return replace(run, layout=layout, ep=ep, roles=tuple(roles), **changes)
@@ -139,12 +137,12 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
         return
     for tp in _divisors(run.world // run.num_nodes):
         for pp in _divisors(run.world // tp):
-            if pp * tp > 1:
-                split = of("3D", pp=pp, tp=tp)
+            for ep in _divisors(math.gcd(run.world // pp, *experts) if experts else 1) if pp * tp > 1 else ():
+                split = of("3D", pp=pp, tp=tp, ep=ep)
                 try:
                     role_cost(split, split.roles[0])
                 except ValueError:  # these sizes do not divide the model's
-                    continue
+                    break
                 yield split
 
 
@@ -179,8 +177,10 @@ def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | No
     heads = int(run.roles[0].config.num_attention_heads)
     least = engine.servers * engine.tp
     node = run.world // run.num_nodes if run.shares_gpus else run.gpus_per_node
-    for gpus in [run.world] if run.shares_gpus else [least, *(engine.servers * tp for tp in _divisors(node))]:
-        sizes = [tp for tp in _divisors(math.gcd(gpus, node)) if heads % tp == 0 and gpus >= least]
+    # colocated servers use all of the ranks' GPUs; separate ones get the given number of GPUs, then more
+    totals = [run.world] if run.shares_gpus else [least, *(engine.servers * tp for tp in _divisors(node))]
+    for gpus in (total for total in totals if total >= least):
+        sizes = [tp for tp in _divisors(math.gcd(gpus, node)) if heads % tp == 0]  # a server's GPUs are on one node
         engines = [replace(engine, servers=gpus // tp, tp=tp) for tp in sizes]
         fitting = [each for each in engines if sum(engine_memory(run, each, rows=1)) <= fraction * device_bytes]
         runs = [replace(run, engine=each) for each in fitting]
@@ -190,11 +190,10 @@ def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | No
 
 
 def _strategy_values(run: PlannedRun) -> JsonObject:
-    """Returns the arguments of the run's strategy."""
     role = next((role for role in run.roles if role.mesh is None), run.roles[0])
     values: JsonObject = {"activation_checkpointing": run.checkpoint_activations}
     if run.layout == "3D":
-        return {"pp": role.pp, "dp": role.dp, "tp": role.tp, **values}
+        return {"pp": role.pp, "dp": role.dp, "tp": role.tp, "ep": run.ep, "cp": role.cp, **values}
     values |= {"reduce_every_microbatch": run.reduce_every_microbatch, "ep": run.ep, "cp": role.cp}
     return {**values, "offload_to_cpu": list(run.offloads), "reshard_after_forward": not run.keeps_gathered}
 
@@ -212,7 +211,7 @@ def _strategy_changes(run: PlannedRun, base: PlannedRun) -> JsonObject:
 
 
 def _changes(values: Mapping[str, object], before: Mapping[str, object]) -> JsonObject:
-    """Returns the values that differ, also within nested mappings; a class that differs keeps its class_path."""
+    """Returns the values that differ, including nested ones; a class with changed arguments keeps its class_path."""
     changed: JsonObject = {}
     for name, value in values.items():
         old = before.get(name)
@@ -302,9 +301,9 @@ def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) 
 
 
 def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
-    """Returns the change of settings that makes the ranks of `rank_memories(run)[index]` fit.
+    """Returns the first change that makes the ranks of `rank_memories(run)[index]` fit.
 
-    Takes the first that is enough: a smaller microbatch, the fastest layout on the same ranks, both, or more ranks.
+    Tries a smaller microbatch, the fastest layout on the same ranks, both, and more ranks.
     """
     rank, usable = rank_memories(run)[index].ranks.start, USABLE_FRACTION * device_bytes
 
@@ -320,7 +319,8 @@ def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
     if text := microbatch(run):
         return f"set {text}"
     engine = run.engine
-    alone = run if engine is None or engine.place != "servers" else replace(run, engine=None)  # if no servers fit
+    # if no servers fit, advises on the ranks alone
+    alone = run if engine is None or engine.place != "servers" else replace(run, engine=None)
     if best := choices(run, device_bytes, gpu, most=1) or choices(alone, device_bytes, gpu, most=1):
         return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"
     for split in _splits(run):

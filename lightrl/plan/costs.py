@@ -1,9 +1,9 @@
 """Estimates a strategy's costs from a model's size: a rank's memory, bytes sent and microbatches.
 
 `lightrl plan`, `launch` and `doctor run` use these formulas (lightrl/plan/memory.py applies them to roles), and
-`python -m benchmarks.plan` compares layouts; training does not use them. Bytes are for one rank in one update, tokens
-for one update over all ranks. What autograd keeps is counted layer by layer, and tests/plan/test_costs.py compares the
-counts with a real update on fake tensors; the bytes sent are a rough estimate.
+`python -m benchmarks.plan` compares layouts; training does not use them. Bytes are per rank and update; tokens are per
+update, over all ranks. The tensors that autograd saves are counted layer by layer; tests/plan/test_costs.py compares
+the counts with a real update on fake tensors. The bytes sent are a rough estimate.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lightrl.strategies.sharded_experience.experience import TOKEN_BYTES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is not available for tensors
+USABLE_FRACTION = 0.9  # share of a GPU's memory; the rest is not available for tensors
 SERVED_BYTES = 2  # servers keep parameters in bfloat16
-TRAJECTORY_BYTES = 8  # per token of a trajectory, which rank 0 keeps for the whole iteration
+TRAJECTORY_BYTES = 8  # per token; rank 0 keeps the trajectories for the whole iteration
 
-_WHOLE_BYTES = 8  # of a gathered parameter and its gradient
+_WHOLE_BYTES = 8  # per gathered parameter, including its gradient
 _FLOAT, _INDEX = 4, 8  # bytes of a float32, and of an index
 
 
@@ -32,7 +32,7 @@ _FLOAT, _INDEX = 4, 8  # bytes of a float32, and of an index
 class Work:
     """One update; the defaults are for bf16-mixed."""
 
-    tokens: int  # of all ranks
+    tokens: int  # over all ranks
     microbatch_tokens: int = 16384
     checkpoint_activations: bool = True
     parameter_bytes: int = 4  # per parameter, gradient, Adam moment, and element of the hidden states between layers
@@ -46,7 +46,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one strategy at one size."""
+    """The cost of a strategy with these sizes."""
 
     strategy: Literal["FSDP2", "3D"]
     pp: int
@@ -54,14 +54,14 @@ class Cost:
     tp: int
     num_microbatches: int  # per dp rank
     state_bytes: float  # parameters, gradients, moments
-    gathered_bytes: float  # unsharded parameters; with 3D, also their gradients
-    activation_bytes: float  # what autograd keeps for the layers
-    logit_bytes: float  # what the head needs at the start of the backward
+    gathered_bytes: float  # unsharded parameters; in 3D also their gradients
+    activation_bytes: float  # saved by autograd for the layers
+    logit_bytes: float  # needed by the head at the start of the backward
     sent_dp: float  # to ranks with other trajectories
     sent_experts: float = 0.0  # the experts' part of sent_dp
     sent_tp: float = 0.0  # within layers, between the ranks that share a layer, its tokens or its experts
     sent_pp: float = 0.0  # between stages
-    gradient_bytes: float = 0.0  # FSDP2's unsharded gradients: those that wait, and a layer's while they are reduced
+    gradient_bytes: float = 0.0  # FSDP2's unsharded gradients: those to reduce later, and those being reduced
     reduce_every_microbatch: bool = False  # the setting of FSDP2Strategy
 
     @property
@@ -82,17 +82,14 @@ def head_sizes(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
-    """Returns how many bytes one token takes in the KV cache, at `width` bytes per element.
-
-    Multi-head latent attention caches one latent vector and one rotated key for all heads.
-    """
-    if latent := getattr(config, "kv_lora_rank", None):
+    """Returns how many bytes one token takes in the KV cache, at `width` bytes per element."""
+    if latent := getattr(config, "kv_lora_rank", None):  # one latent vector and one rotated key serve all heads
         return int(config.num_hidden_layers * (latent + config.qk_rope_head_dim)) * width
     return 2 * int(config.num_hidden_layers * config.num_key_value_heads * head_size(config)) * width
 
 
 def key_value_ranks(config: PretrainedConfig, tp: int) -> int:
-    """Returns over how many of a server's `tp` GPUs its KV cache is divided; latent attention repeats it on each."""
+    """Returns over how many of a server's `tp` GPUs its KV cache is sharded; latent attention replicates it."""
     return 1 if getattr(config, "kv_lora_rank", None) else min(tp, int(config.num_key_value_heads))
 
 
@@ -102,7 +99,7 @@ def experience_bytes(num_scores: int) -> int:
 
 
 def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
-    """Returns the bytes that autograd keeps per token and layer, with Hugging Face's code and flash attention."""
+    """Returns the bytes that autograd saves per token in this layer, with Hugging Face's code and flash attention."""
     config, hidden = size.config, size.config.hidden_size
     is_gemma = config.model_type.startswith("gemma")  # its norms multiply by their weights in float32
     num_norms = 4 if is_gemma and config.model_type != "gemma" else 2
@@ -111,58 +108,57 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     key_size, value_size = head_sizes(config)
     query, key = heads * key_size, kv_heads * key_size
-    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # queries, too
+    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
     num_inputs = 3  # projections that read the layer's normalized input: q, k and v
-    # Attention: queries, keys and values (after rope, which keeps only its angles), log-sum-exp, and the output, which
-    # is the input of the output projection.
+    # Attention saves queries, keys and values (after rope, which saves only its angles), log-sum-exp, and the output,
+    # which is the input of the output projection.
     if latent := getattr(config, "kv_lora_rank", None):
         num_inputs = 2
         output, ranks = heads * value_size, (latent, *filter(None, [config.q_lora_rank]))
         saved += compute * (2 * query + 2 * output) + _FLOAT * heads
-        # The norm of a latent vector keeps its float32 input and its normalized input; the next projection, its input.
+        # The norm of a latent vector saves its float32 input and its normalized input; the next projection, its input.
         saved += sum((_FLOAT + 2 * compute) * rank + _FLOAT for rank in ranks)
         exchanged = output
     else:
         saved += compute * (2 * query + 2 * key) + _FLOAT * (heads + normalizes_keys * (heads + kv_heads))
         exchanged = query + 2 * key_size * (math.lcm(kv_heads, work.cp) - kv_heads)
-    if work.cp > 1:  # also the output before it is exchanged, and the repeated heads of keys and values
+    if work.cp > 1:  # also saves the output before the exchange, and the repeated heads of keys and values
         saved += compute * exchanged
     if work.is_compiled and not layer.experts:
         # The layer's input, and inputs and outputs of matrix products; the backward recomputes the rest.
         saved += parameter * hidden + compute * (2 + num_norms // 2) * hidden
         return int(saved + compute * (normalizes_keys * (query + key) + 3 * layer.width))
-    # A norm keeps its input in float32 (no copy if it is float32 already), and the normalized input for the gradient
-    # of its weight.
+    # A norm saves its input in float32 (not copied if it is float32 already), and the normalized input for the
+    # gradient of its weight.
     saved += num_norms * (_FLOAT + (_FLOAT if is_gemma else parameter)) * hidden
     saved += normalizes_keys * (_FLOAT + (_FLOAT if is_gemma else compute)) * (query + key)
-    # The input of q, k and v, and the input of gate and up; autocast makes a copy for each.
+    # The input of q, k and v, and the input of gate and up; autocast copies it for each projection.
     num_inputs += 2 * (layer.width > 0)
     saved += compute * hidden * (2 if compute == parameter else num_inputs)
-    # MLP: gate, its activation, up, and the product, which is the input of the down projection.
+    # The MLP saves gate, its activation, up, and their product, which is the input of the down projection.
     return int(saved + compute * 4 * layer.width + _expert_bytes(size, layer, work))
 
 
 def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
-    """Returns the bytes that autograd keeps per token for a layer's routed experts, with grouped matrix products.
+    """Returns the bytes that autograd saves per token for a layer's routed experts, with grouped matrix products.
 
-    With `ep`, a rank keeps them for the tokens that it receives, on average as many as it sends.
+    With `ep`, a rank saves them for the tokens that it receives, on average as many as it sends.
     """
     if not layer.experts:
         return 0
     hidden, compute = size.config.hidden_size, work.compute_bytes
-    output = work.parameter_bytes if work.ep > 1 else compute  # before weighting
+    output = work.parameter_bytes if work.ep > 1 else compute  # per element of an expert's output, before weighting
     each = compute * (hidden + 4 * layer.expert_width) + output * hidden
     indices = 4 * _INDEX  # indices of the chosen experts and of the sorted tokens
-    # The router keeps its probabilities and a float32 input: it skips autocast, and some families cast from bfloat16.
+    # The router saves its probabilities and a float32 input: it skips autocast, and some families cast from bfloat16.
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
-    return int(size.used * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
+    return int(size.experts_per_token * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
 
 
 def activation_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> float:
-    """Returns the bytes that autograd keeps for a microbatch after its forward, from the embedding to the last norm.
+    """Returns the bytes that autograd saves in a microbatch's forward, from the embedding to the last norm.
 
-    A checkpointed layer keeps only its input. In the backward, one layer at a time also needs `layer_bytes`, which
-    `peak_bytes` adds.
+    A checkpointed layer saves only its input; `peak_bytes` adds the `layer_bytes` that its backward recomputes.
 
     Args:
         share: layers to count, as a fraction of the model's; a pipeline's first stage counts each microbatch in flight.
@@ -179,12 +175,12 @@ def activation_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> 
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
-    """Returns the bytes that autograd keeps for the output head, and those that its backward allocates for a chunk."""
+    """Returns the bytes that autograd saves for the output head, and those that its backward allocates for a chunk."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
     saved = compute * config.hidden_size * tokens  # the hidden states that predict tokens
     saved += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
-    if are_few_logits(tokens, vocabulary):  # autograd keeps their probabilities
+    if are_few_logits(tokens, vocabulary):  # autograd saves their probabilities
         logits = tokens * vocabulary
         return float(saved + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
     # Logits and their gradient in the head's dtype; intermediate results stay within a kernel.
@@ -193,15 +189,12 @@ def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[floa
 
 
 def peak_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> tuple[float, float]:
-    """Returns the bytes of layers and of logits when a microbatch uses the most memory.
-
-    The peak is at the start of the backward or, if layers are checkpointed, at the start of the last layer's backward.
-    """
+    """Returns the bytes of layers and of logits at a microbatch's memory peak, the start of the backward."""
     saved, working = logit_bytes(size.config, tokens, work)
     layers = activation_bytes(size, tokens, share, work)
     largest = max(layer_bytes(size, layer, work) for layer in size.layers)
-    again = tokens * largest if work.checkpoint_activations else 0.0
-    return layers + max(0.0, again - working), saved + working
+    recomputed = tokens * largest if work.checkpoint_activations else 0.0  # at the start of the last layer's backward
+    return layers + max(0.0, recomputed - working), saved + working
 
 
 def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatch: bool = False) -> Cost:
@@ -210,16 +203,12 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
     It keeps whole gradients until the last microbatch or, with `reduce_every_microbatch`, reduces them after each. With
     `ep`, a rank gathers only its own experts, and each token's hidden state is sent to its experts and back.
     """
-    config, ep = size.config, work.ep
+    ep = work.ep
     num = _num_microbatches(work, gpus / work.cp)
-    # two gathers per microbatch
-    each = work.compute_bytes * 2 * num + work.parameter_bytes * (num if reduce_every_microbatch else 1)
+    # each microbatch gathers twice
+    num_reductions = num if reduce_every_microbatch else 1
+    sent_per_parameter = work.compute_bytes * 2 * num + work.parameter_bytes * num_reductions
     tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens * work.cp / gpus)) / work.cp)
-    heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, work.cp)
-    num_passes = 3 if work.checkpoint_activations else 2
-    exchanged = work.compute_bytes * size.num_layers * heads * sum(head_sizes(config)) * (work.cp - 1) / work.cp
-    routed = sum(layer.num for layer in size.layers if layer.experts) * size.used
-    exchanged += work.parameter_bytes * routed * 2 * config.hidden_size * (ep - 1) / ep  # there and back
     layers, logits = peak_bytes(size, tokens, 1.0, work)
     waiting = work.parameter_bytes * size.gathered(ep) if num > 1 and not reduce_every_microbatch else 0
     largest = max(layer.gathered(ep) for layer in size.layers)
@@ -231,47 +220,68 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
         num_microbatches=num,
         state_bytes=4 * work.parameter_bytes * size.parameters / gpus,
         # The embedding and the head are gathered in their own dtype. A layer is computed while the next is gathered.
-        gathered_bytes=work.compute_bytes * 2 * largest + work.parameter_bytes * size.ends,
+        gathered_bytes=work.compute_bytes * 2 * largest + work.parameter_bytes * size.outside_layers,
         # Gradients are computed in the layers' dtype and reduced in the parameters' dtype.
         gradient_bytes=waiting + (work.compute_bytes + work.parameter_bytes) * largest,
         activation_bytes=layers,
         logit_bytes=logits,
-        sent_dp=each * size.received(gpus, ep),
-        sent_experts=each * size.received_experts(gpus, ep),
-        sent_tp=num_passes * work.tokens / gpus * exchanged,
+        sent_dp=sent_per_parameter * size.received(gpus, ep),
+        sent_experts=sent_per_parameter * size.received_experts(gpus, ep),
+        sent_tp=work.tokens / gpus * _exchanged_bytes(size, work),
         reduce_every_microbatch=reduce_every_microbatch,
     )
 
 
+def _exchanged_bytes(size: ModelSize, work: Work) -> float:
+    """Returns the bytes that are sent per token in all layers and passes, over cp and to the token's experts."""
+    config, cp, ep = size.config, work.cp, work.ep
+    num_passes = 3 if work.checkpoint_activations else 2
+    heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, cp)
+    exchanged: float = work.compute_bytes * size.num_layers * heads * sum(head_sizes(config)) * (cp - 1) / cp
+    routed = sum(layer.num for layer in size.layers if layer.experts) * size.experts_per_token
+    exchanged += work.parameter_bytes * routed * 2 * config.hidden_size * (ep - 1) / ep  # there and back
+    return num_passes * exchanged
+
+
 def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> Cost:
-    """Estimates the cost of Parallel3DStrategy; tp communicates in every layer.
+    """Estimates the cost of Parallel3DStrategy; raises ValueError if the model cannot be split this way.
 
     A pipeline keeps its parameters gathered over dp during an update. Without a pipeline, layers are freed after each
-    forward, gathered again for the backward and kept for the next forward.
-    Raises ValueError if the model cannot be split this way.
+    forward, gathered again for the backward and kept for the next forward. tp communicates in every layer, and divides
+    all parameters but the experts, which ep divides over all ranks of a stage.
     """
-    config = size.config
+    config, ep = size.config, work.ep
     check_sizes(config, pp, tp, "1F1B" if work.stages == 1 else "Interleaved1F1B", work.stages)
     num = _num_microbatches(work, dp)
-    tokens = min(work.microbatch_tokens, math.ceil(work.tokens / dp))
+    tokens = math.ceil(min(work.microbatch_tokens, math.ceil(work.tokens / dp)) / work.cp)
+    shards = dp * work.cp
+    expert_shards = shards * tp / ep if ep > 1 else shards  # without ep, each tp rank has all experts
     ends = config.vocab_size * config.hidden_size
-    parts = split_layers(config, pp * work.stages)
+    parts = split_layers(config, pp * work.stages, size.in_layers / size.num_layers)
     layers = [sum(map(len, parts[rank::pp])) for rank in range(pp)]
-    held = [count * size.in_layers / size.num_layers for count in layers]
+    others = (size.in_layers - size.expert_parameters) / size.num_layers
+    held = [count * others for count in layers]
     held[0] += ends
     held[-1] += ends if pp > 1 or not config.tie_word_embeddings else 0
-    largest = max(held) / tp
-    sent_dp = whole = _WHOLE_BYTES * largest
+    in_layer = size.expert_parameters / size.num_layers / ep
+    stage = max(range(pp), key=lambda rank: held[rank] / tp + layers[rank] * in_layer)
+    experts = layers[stage] * in_layer
+    largest = held[stage] / tp + experts
+    state = held[stage] / tp / shards + experts / expert_shards
+    whole = _WHOLE_BYTES * largest
+    of_layers = of_experts = 0.0  # gathered again for each microbatch
     if pp == 1:
-        in_layers = size.in_layers / tp
-        sent_dp += 4 * num * in_layers
+        of_layers, of_experts = 4 * num * size.num_layers * others / tp, 4 * num * experts
+        in_layers = size.num_layers * others / tp + experts
         waiting = 4 * largest if num > 1 else 0  # whole gradients
         whole = waiting + _WHOLE_BYTES * (2 * in_layers / layers[0] + largest - in_layers)
-    sent_dp *= (dp - 1) / dp
+    sent_experts = (_WHOLE_BYTES * experts + of_experts) * (1 - 1 / expert_shards)
+    sent_dp = sent_experts + (_WHOLE_BYTES * held[stage] / tp + of_layers) * (1 - 1 / shards)
     hidden = work.compute_bytes * tokens * config.hidden_size
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
+    sent_tp += work.tokens / (shards * tp) * _exchanged_bytes(size, work) * max(layers) / size.num_layers
     sent_pp = 2 * hidden / tp * num * work.stages if pp > 1 else 0.0
-    # Microbatches on the first rank; interleaved schedules start more (https://arxiv.org/abs/2205.05198, 4.2).
+    # Microbatches of the first rank; interleaved schedules start more (https://arxiv.org/abs/2205.05198, 4.2).
     in_flight = min(num, pp + (pp - 1) / work.stages if work.stages > 1 else pp)
     activations, logits = peak_bytes(size, tokens, in_flight * max(layers) / size.num_layers, work)
     return Cost(
@@ -280,11 +290,12 @@ def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> 
         dp=dp,
         tp=tp,
         num_microbatches=num,
-        state_bytes=4 * work.parameter_bytes * largest / dp,
-        gathered_bytes=whole if dp > 1 else 0.0,
+        state_bytes=4 * work.parameter_bytes * state,
+        gathered_bytes=whole if max(shards, expert_shards) > 1 else 0.0,
         activation_bytes=activations / tp,
         logit_bytes=logits / tp,
         sent_dp=sent_dp,
+        sent_experts=sent_experts,
         sent_tp=sent_tp,
         sent_pp=sent_pp,
     )

@@ -59,7 +59,7 @@ class PlannedRole:
     pp: int = 1
     tp: int = 1
     cp: int = 1
-    width: int = 4  # bytes of a parameter
+    width: int = 4  # bytes per parameter
     waits_on_host: bool = False
     is_compiled: bool = False  # torch.compile compiles the decoder layers
 
@@ -78,7 +78,7 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class PlannedOpponent:
-    """What SelfPlay holds on rank 0: an engine with an older version, and further versions in the host's memory."""
+    """SelfPlay's opponent on rank 0: an engine with an older version, and a pool of versions in host memory."""
 
     engine: PlannedEngine
     fraction: float  # share of the episodes in which it plays
@@ -106,9 +106,9 @@ class PlannedRun:
     num_minibatches: int
     update_epochs: int
     microbatch_tokens: int  # has no effect on batches of data
-    prompt_tokens: int  # of the longest prompt
+    prompt_tokens: int  # in the longest prompt
     new_tokens: int
-    longest: int  # tokens of the longest trajectory
+    longest: int  # tokens in the longest trajectory
     prompt_source: str = "data.max_prompt_tokens"
     max_staleness: int = 0
     num_scores: int = 0  # float32 numbers per token, in addition to those of the rollout
@@ -141,10 +141,10 @@ class PlannedRun:
 
     @property
     def microbatch(self) -> int:
-        """Tokens of the largest microbatch: at least a trajectory, or without rollouts a rank's share of a batch."""
+        """The number of tokens in the largest microbatch; without rollouts, in a rank's share of a batch."""
         if self.batches_per_update is not None:
             return math.ceil((self.prompts or 1) / self.roles[0].dp) * self.group_size * self.longest
-        return max(self.microbatch_tokens, self.longest)
+        return max(self.microbatch_tokens, self.longest)  # a microbatch has at least one trajectory
 
     def over(self, world: int, pp: int = 1, tp: int = 1) -> PlannedRun:
         """Returns the run on `world` ranks; raises ValueError if a role's mesh does not fit them."""
@@ -175,9 +175,9 @@ class RoleCost:
     gathered: float
     activations: float
     logits: float
-    sent_dp: float  # in one update, of parameters and gradients
+    sent_dp: float  # parameters and gradients, per update
     sent_experts: float = 0.0  # the experts' part of sent_dp
-    sent_near: float = 0.0  # in one update, between adjacent ranks: over tp, cp, ep or pp
+    sent_near: float = 0.0  # between adjacent ranks (over tp, cp, ep or pp), per update
     num_microbatches: int = 1
     offloaded: float = 0.0  # activations on the host, each counted once
 
@@ -187,7 +187,7 @@ class RoleCost:
 
     @property
     def working(self) -> float:
-        """The memory that is freed when the role has finished its work."""
+        """Bytes that are freed when the role has finished its work."""
         return self.gathered + self.activations + self.logits
 
 
@@ -197,19 +197,19 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     tokens = max(run.update_tokens, role.dp * (run.longest if run.batches_per_update is None else run.microbatch))
     compute = 2 if run.is_mixed else role.width
     # A frozen model keeps no activations, but each layer needs as much memory as recomputing a checkpointed one.
-    keeps = is_trained and "activations" not in run.offloads
-    checkpoints = run.checkpoint_activations or not keeps
+    keeps_activations = is_trained and "activations" not in run.offloads
+    checkpoints = run.checkpoint_activations or not keeps_activations
     copies = run.layout == "whole" and compute != role.width and not checkpoints
-    ep = run.ep if run.layout == "FSDP2" and size.expert_parameters else 1
+    ep = run.ep if run.layout != "whole" and size.expert_parameters else 1
     stages = run.stages_per_rank if role.pp > 1 else 1
     sizes = (role.cp, ep, role.is_compiled, stages)
     work = Work(tokens, run.microbatch, checkpoints, role.width, compute, copies, *sizes)
     share, gathered, cost = 1.0, 0.0, None
     microbatch = math.ceil(min(run.microbatch, math.ceil(tokens / role.dp)) / role.cp)
     actual_work = replace(work, checkpoint_activations=run.checkpoint_activations)
-    waits = is_trained and not keeps
-    offloaded = activation_bytes(size, microbatch, 1.0, actual_work) if waits else 0.0
-    activations, logits = peak_bytes(size, microbatch, 1.0 if keeps else 0.0, work)
+    is_offloaded = is_trained and not keeps_activations
+    offloaded = activation_bytes(size, microbatch, 1.0, actual_work) if is_offloaded else 0.0
+    activations, logits = peak_bytes(size, microbatch, 1.0 if keeps_activations else 0.0, work)
     if run.layout == "FSDP2":
         shards = max(1, len(role.ranks) // run.num_replicas)
         work = replace(actual_work, tokens=math.ceil(tokens / len(role.ranks)) * shards)
@@ -235,7 +235,7 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes per rank, by cause. The roles on a rank work one after another, so only the largest role counts."""
+    """Bytes per rank, by cause. A rank's roles work one after another, so only the largest working memory counts."""
 
     ranks: range
     device: dict[str, float]
@@ -255,11 +255,10 @@ def rank_memories(run: PlannedRun) -> list[RankMemory]:
 
 
 def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMemory:
-    """Estimates the memory of each of these ranks, which have the same roles."""
-    here = [role for role in run.roles if ranks.start in role.ranks]
-    resting = [role for role in here if not role.waits_on_host]
-    state = {name: sum(getattr(costs[role.name], name) for role in resting) for name in _STATE}
-    working = [costs[role.name] for role in resting]
+    here = [role for role in run.roles if ranks.start in role.ranks]  # the same roles on each of these ranks
+    on_device = [role for role in here if not role.waits_on_host]
+    state = {name: sum(getattr(costs[role.name], name) for role in on_device) for name in _STATE}
+    working = [costs[role.name] for role in on_device]
     for role in here:  # weights that wait on the host are on the device only while the role works
         cost = costs[role.name]
         working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
@@ -273,7 +272,8 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)  # these are freed by then
+            # during the optimizer step, the moments reuse the memory of activations and logits
+            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "KV cache": key_values}
@@ -299,7 +299,7 @@ def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
 
 
 def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = None) -> tuple[float, float]:
-    """Returns the bytes of weights and of KV cache on each GPU of a server, by default for all its trajectories."""
+    """Returns the bytes per server GPU of the weights, and of the KV cache for `rows` trajectories (default: all)."""
     policy = run.roles[0]
     config = policy.config
     tokens = run.longest * (rows_of(run, engine) if rows is None else rows)
@@ -310,7 +310,7 @@ def engine_memory(run: PlannedRun, engine: PlannedEngine, rows: int | None = Non
 
 
 def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -> int:
-    """Returns how many trajectories of maximum length fit into a server's memory at once; the others wait."""
+    """Returns how many trajectories of maximum length fit in a server's memory at once; the others wait."""
     fraction = served_fraction(run, device_bytes) if run.shares_gpus else USABLE_FRACTION
     weights, each = engine_memory(run, engine, rows=1)
     return min(rows_of(run, engine), max(1, int((fraction * device_bytes - weights) // each)))
@@ -319,7 +319,7 @@ def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
     """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
 
-    Rank 0's KV cache counts as at most a quarter of the usable memory, since more rows can wait.
+    Rank 0's KV cache counts as at most a quarter of the usable memory, since rows that do not fit can wait.
     """
     usable = USABLE_FRACTION * device_bytes
 

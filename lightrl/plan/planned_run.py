@@ -1,6 +1,6 @@
-"""Makes a PlannedRun from a run's classes, with or without a Trainer, for `plan`, `launch` and `doctor`.
+"""Makes a PlannedRun from a run's module, data, and Trainer or TrainerSettings, for `plan`, `launch` and `doctor`.
 
-`fit` uses it to choose the settings that depend on a GPU's memory. Models are built on the meta device to count their
+`fit` uses it to choose the settings that depend on a GPU's memory. Models are built on the meta device, to count their
 parameters; no real device is used.
 """
 
@@ -35,7 +35,7 @@ from lightrl.strategies.layouts.probes import may_be_compiled
 
 log = logging.getLogger(__name__)
 
-_ASSUMED_TOKENS = 1024  # used if the data sets no bound
+_ASSUMED_TOKENS = 1024  # per prompt or row, if the data sets no limit
 _SIZES = (  # fields that a config must have
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
@@ -68,7 +68,7 @@ class TrainerSettings:
         named = section.get("strategy") or "auto"
         strategy: Any = named_strategy("FSDP2Strategy" if named == "auto" and num * nodes > 1 else named)
         if isinstance(strategy, str):
-            strategy = SimpleNamespace(root_device=all_devices[0])
+            strategy = SimpleNamespace(root_device=all_devices[0])  # stands in for Lightning's strategy
         strategy.parallel_devices, strategy.num_nodes = all_devices, nodes
         precision = str(section.get("precision") or ("bf16-mixed" if is_gpu else "32-true"))
         strategy.precision_plugin = _precision(precision)  # check_sizes reads it
@@ -211,15 +211,11 @@ def _of_trainer(
     trainer: Any,
     models: Mapping[str, Role],
     trained: Collection[str],
-    averages: Collection[str] = (),
+    averages: Collection[str] = (),  # roles with averaged weights, in float32
     *,
     reads_models: bool,
 ) -> dict[str, Any]:
-    """Returns a PlannedRun's fields for strategy and models; roles in `averages` hold averaged float32 weights.
-
-    Raises:
-        ValueError: if the strategy cannot split the models.
-    """
+    """Returns a PlannedRun's fields for strategy and models; raises ValueError if the strategy cannot split a model."""
     strategy, precision = trainer.strategy, str(trainer.precision)
     if isinstance(strategy, FSDP2Strategy) and reads_models:
         try:
@@ -267,7 +263,8 @@ def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRu
 
     @functools.cache
     def refusal(layout: str, world: int, pp: int, tp: int, **options: Any) -> str | None:
-        other: Any = Parallel3DStrategy(pp=pp, tp=tp, **stages) if layout == "3D" else FSDP2Strategy(**options)
+        sizes = {"ep": options["ep"], "cp": options["cp"], **stages}
+        other: Any = Parallel3DStrategy(pp=pp, tp=tp, **sizes) if layout == "3D" else FSDP2Strategy(**options)
         other.parallel_devices, other.num_nodes = [strategy.root_device] * world, 1
         other.precision_plugin = _precision(precision)
         try:
@@ -287,7 +284,7 @@ def _refusals(module: Any, strategy: Any, precision: str) -> Callable[[PlannedRu
 def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRole:
     """Returns a role with its ranks, but without the size of its model."""
     is_3d, is_split = isinstance(strategy, Parallel3DStrategy), isinstance(strategy, FSDP2Strategy)
-    split = (strategy.pp, strategy.tp, 1) if is_3d else (1, 1, strategy.cp if is_split else 1)
+    split = (*((strategy.pp, strategy.tp) if is_3d else (1, 1)), strategy.cp if is_split else 1)
     pp, tp, cp = split if role.mesh is None else (role.mesh.pp, role.mesh.tp, 1)
     ranks = range(world) if role.mesh is None else role.mesh.ranks(world)
     size = ModelSize(PretrainedConfig(), (), 0)
@@ -302,9 +299,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
     except (OSError, ValueError) as error:
         raise UnknownMemory(error) from error
     if missing := [size for size in _SIZES if getattr(config.get_text_config(), size, None) is None]:
-        raise UnknownMemory(
-            f"the {placed.name}'s config ({config.model_type}) has no {missing[0]}, which the formulas need."
-        )
+        raise UnknownMemory(f"the {placed.name}'s config ({config.model_type}) has no {missing[0]}.")
     model = empty_model(role)
     try:
         size = ModelSize.of(model)
@@ -325,7 +320,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
 
 
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) -> tuple[int, str]:
-    """Returns the length of the longest prompt or row, which `module`'s model may limit, and where it comes from."""
+    """Returns the maximum number of tokens in a prompt or row, also limited by `module`'s context, and its origin."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     limit = None if module is None else module.max_prompt_tokens
@@ -333,7 +328,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) 
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns an upper bound on a token's float32 numbers: advantages may be per trajectory instead."""
+    """Returns the largest number of float32 values per token; advantages may be per trajectory instead."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large

@@ -23,7 +23,7 @@ class LayerSize:
     num: int
     parameters: int  # without routed experts
     width: int  # intermediate size of the dense MLP or of the shared experts
-    expert_parameters: int = 0  # of all routed experts together
+    expert_parameters: int = 0  # in all routed experts together
     experts: int = 0
     expert_width: int = 0  # intermediate size of one routed expert
 
@@ -36,34 +36,30 @@ class LayerSize:
 class ModelSize:
     """The size of a model; the fields are numbers of parameters unless stated otherwise."""
 
-    config: PretrainedConfig  # of the text model
+    config: PretrainedConfig  # the text model's
     layers: tuple[LayerSize, ...]
-    ends: int  # outside the layers: embedding, head, last norm
-    used: int = 0  # routed experts per token
+    outside_layers: int  # embedding, head, last norm
+    experts_per_token: int = 0  # number of routed experts
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
-        """Measures a model, which may be on the meta device.
-
-        Raises:
-            ValueError: if the config of a mixture of experts does not say how many experts a token uses.
-        """
+        """Measures a model on any device; raises ValueError if its config lacks the number of experts per token."""
         config: Any = model.config.get_text_config()
         inner = {id(part) for layer in decoder_layers(model) for part in list(layer.modules())[1:]}
-        layers = [layer for layer in decoder_layers(model) if id(layer) not in inner]
+        layers = [layer for layer in decoder_layers(model) if id(layer) not in inner]  # not nested in another
         layers = layers[-config.num_hidden_layers :]  # an image encoder's layers come first
         counts = Counter(_layer_size(layer, config) for layer in layers)
         sizes = tuple(replace(size, num=num) for size, num in counts.items())
         total = sum(parameter.numel() for parameter in model.parameters())
-        ends = total - round(sum(size.num * size.gathered() for size in sizes))
+        outside = total - round(sum(size.num * size.gathered() for size in sizes))
         if not sizes:  # the model does not list its layers' classes
-            num, ends = config.num_hidden_layers, config.vocab_size * config.hidden_size
-            ends *= 1 if config.tie_word_embeddings else 2
-            sizes = (LayerSize(num, (total - ends) // num, config.intermediate_size),)
-        used = next((value for name in _TOP_K if (value := getattr(config, name, None))), 0)
-        if any(size.experts for size in sizes) and not used:
+            num, outside = config.num_hidden_layers, config.vocab_size * config.hidden_size
+            outside *= 1 if config.tie_word_embeddings else 2
+            sizes = (LayerSize(num, (total - outside) // num, config.intermediate_size),)
+        experts_per_token = next((value for name in _TOP_K if (value := getattr(config, name, None))), 0)
+        if any(size.experts for size in sizes) and not experts_per_token:
             raise ValueError(f"the config ({config.model_type}) does not say how many experts a token uses.")
-        return cls(config, sizes, ends, used)
+        return cls(config, sizes, outside, experts_per_token)
 
     @property
     def num_layers(self) -> int:
@@ -75,7 +71,7 @@ class ModelSize:
 
     @property
     def in_layers(self) -> int:
-        return self.parameters - self.ends
+        return self.parameters - self.outside_layers
 
     @property
     def expert_parameters(self) -> int:
@@ -83,14 +79,14 @@ class ModelSize:
 
     @property
     def used_in_layers(self) -> float:
-        """The number of parameters in layers that each token uses."""
+        """The number of the layers' parameters that each token uses."""
         experts = (layer for layer in self.layers if layer.experts)
-        used = (layer.num * layer.expert_parameters * self.used / layer.experts for layer in experts)
+        used = (layer.num * layer.expert_parameters * self.experts_per_token / layer.experts for layer in experts)
         return self.in_layers - self.expert_parameters + sum(used)
 
     def gathered(self, ep: int = 1) -> float:
         """Returns how many parameters a rank gathers in a forward pass."""
-        return self.ends + sum(layer.num * layer.gathered(ep) for layer in self.layers)
+        return self.outside_layers + sum(layer.num * layer.gathered(ep) for layer in self.layers)
 
     def received(self, shards: int, ep: int = 1) -> float:
         """Returns how many of the gathered parameters are on other ranks, if `shards` ranks shard the model."""

@@ -19,9 +19,8 @@ Reward functions:
     reasoning_gym.py rows and the reward for reasoning-gym's data sets
     environment_reward.py  the rewards that a workflow's environment returned
 
-May import: errors, checks, concurrency, trajectory. No torch: a worker starts in a fraction of a second. To add a
-reward function, write a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, export it below, and
-use its dotted path in YAML.
+May import: errors, checks, concurrency, trajectory; not torch, so that workers start fast. To add a reward function,
+write a file with `(Trajectory) -> float` or `-> {"reward": ..., "<name>": ...}`, export it below, and name it in YAML.
 """
 
 from lightrl.rewards.code_tests import code_tests

@@ -7,8 +7,8 @@ The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements to run after the program, as in MBPP
 
-Tests of published data sets also work as they are: APPS and TACO (`input_output`), LiveCodeBench (`public_test_cases`
-and the compressed `private_test_cases`; the function's name is in the column `metadata`). Tests call a function of the
+The tests of APPS and TACO (`input_output`) and of LiveCodeBench (`public_test_cases` and the compressed
+`private_test_cases`; the function's name is in the column `metadata`) need no conversion. Tests call a function of the
 program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for tests with `stdin`.
 
 Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
@@ -43,9 +43,9 @@ TestResult = Literal[
     "accepted", "wrong_answer", "runtime_error", "time_limit", "memory_limit", "output_limit", "no_program"
 ]
 _FAILURES: tuple[TestResult, ...] = get_args(TestResult)[1:]  # all except accepted
-Test = JsonMapping | str  # code, or a dict with either stdin and stdout or function, arguments and accepted
+Test = JsonMapping | str  # statements; or a dict of stdin and stdout, or of function, arguments and accepted
 _FENCE = re.compile(r"^([ \t>]*(?:```|~~~).*)$", re.MULTILINE)
-_MAX_TEST_BYTES = 1 << 30  # maximum size of decompressed tests
+_MAX_TEST_BYTES = 1 << 30  # after decompression
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 # Runs the program as a module named "solution", so that its main part does not run but its classes can be pickled.
 _IMPORTED = """
@@ -66,7 +66,7 @@ def _plain(value):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return value.tolist() if hasattr(value, "tolist") else value  # NumPy's
+    return value.tolist() if hasattr(value, "tolist") else value  # NumPy arrays and numbers
 def _called(name):
     owner, _, last = name.rpartition(".")
     if owner or last in globals():
@@ -160,7 +160,7 @@ def extracted_program(answer: str) -> str:
 
 
 def _tree(text: str) -> ast.Module | None:
-    """Returns the syntax tree of Python code, or None for anything else."""
+    """Returns the syntax tree, or None if the text is not Python."""
     with warnings.catch_warnings():  # Python warns about invalid escapes
         warnings.simplefilter("ignore")
         try:
@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does more than state a value, unlike a program's output or a word of prose."""
+    """Returns whether code does something; a program's output or a word of prose only states a value."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -183,7 +183,7 @@ def _from_json(text: str) -> object:
 
 
 def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
-    """Runs one test in the sandbox; a test with `stdin` runs the program itself, the others import it first."""
+    """Runs one test in the sandbox; a test with `stdin` runs the program, the others import it."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, test["stdin"], limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, test["stdout"], tolerance)
@@ -206,7 +206,7 @@ def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, toleran
     try:
         value = _from_json(text)
         is_same = any(_same_value(value, expected, tolerance) for expected in accepted)
-    except (ValueError, RecursionError, OverflowError):  # the output is not JSON, too deep or too large
+    except (ValueError, RecursionError, OverflowError):  # the output is not JSON, or too deep or large
         is_same = False
     return "accepted" if is_same else "wrong_answer"
 
@@ -268,7 +268,6 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
 
 
 def _read_tests(tests: Any, fields: JsonMapping) -> list[Test]:
-    """Converts tests of all kinds to the type Test."""
     if isinstance(tests, str):
         text = tests
         if not text.lstrip().startswith(("[", "{")):  # LiveCodeBench's private tests

@@ -1,7 +1,7 @@
 """RewardHook: calls a reward function in a thread of this process, with a deadline; RewardWorker: its protocol.
 
-A thread cannot be killed: if it hangs, it is abandoned with the resources that it uses, and replaced. C code that holds
-the interpreter's lock stops the whole trainer. A function given by its dotted path (pool.py) has neither problem.
+A thread that hangs cannot be killed: it is replaced, and keeps its resources. C code that holds the GIL blocks the
+whole trainer. A function given by its dotted path (pool.py) has neither problem.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class RewardHook(Supervisor[Trajectory]):
 
 
 class _WorkerThread:
-    """A daemon thread with an input queue and an output queue."""
-
     def __init__(self, runner: Runner, warn: Callable[[], None]) -> None:
         self.runs_together = runner.runs_together
         self._runner = runner
@@ -113,7 +111,7 @@ class _WorkerThread:
         try:
             while (batch := self._batches.get()) is not None:
                 for outcome in self._runner.outcomes(batch):
-                    if self._is_abandoned:  # another thread has taken over its trajectories
+                    if self._is_abandoned:  # another thread computes the remaining rewards
                         return
                     self._outcomes.put(outcome)
         finally:
@@ -144,13 +142,12 @@ def make_reward_worker(
     memory_limit_mib: int | None = 4096,
     recycle_after: int | None = None,
 ) -> RewardWorker:
-    """Returns a RewardPool if another process can import the reward, otherwise a RewardHook.
+    """Returns a RewardPool if another process can import the reward, or else a RewardHook, which uses only `timeout_s`.
 
     Args:
         reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
             main script run in this process.
-        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool; a RewardHook uses only
-            `timeout_s`.
+        workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool.
     """
     if not isinstance(reward, str | RewardPart | Sequence):
         path = dotted_path(reward, search_paths)

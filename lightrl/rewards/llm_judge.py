@@ -69,10 +69,10 @@ class LLMJudge:
         system: the system message, if any.
         score_pattern: a regular expression whose first group is the score; its last match counts. With {criteria}, it
             is applied to each criterion's line; by default, the score is the number after the name.
-        criteria: the data column that holds a row's own criteria, each `{name: ..., description: ..., weight: 1}`. If
-            the rubric contains {criteria}, one answer scores all, with a line `name: score` or a table row for each;
-            if it contains {criterion}, each criterion is a separate request. The reward is their weighted mean, and
-            each score, scaled to [0, 1], is a metric. A criterion without a readable score drops the trajectory.
+        criteria: the data column with each row's list of `{name: ..., description: ..., weight: 1}`. With {criteria} in
+            the rubric, one answer scores all criteria, each in a line `name: score` or a table row; with {criterion},
+            each criterion is a separate request. The reward is the weighted mean of the scores, scaled to [0, 1]; each
+            scaled score is a metric. If the score of a criterion cannot be read, the trajectory is dropped.
         score_range: the scores that become the rewards 0 and 1; a score outside this range is an error.
         api_key_variable: the environment variable that contains the key; if it is not set, no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
@@ -178,7 +178,7 @@ class LLMJudge:
         names: Sequence[str] = (),
         deadline: Callable[[], float] | None = None,
     ) -> tuple[list[float], str]:
-        """Returns the score of each name (a single score if there are no names), and the answer that contains them.
+        """Returns the score of each criterion in `names` (a single score if there are none), and the answer.
 
         `deadline` is called when the request has a slot; None gives the request its own deadline.
         """
@@ -278,7 +278,7 @@ class LLMJudge:
             ) from error
 
     def _read_criterion(self, name: str, answer: str, trajectory: Trajectory) -> float:
-        """Returns the score in the criterion's last line or table row: the pattern's, or the number after the name."""
+        """Reads a criterion's last line or table row: the score is the pattern's match or the number after the name."""
         start = rf"(?im)^[^\w\n]*(?:\d+[.)][^\w\n]*)?{re.escape(name)}[^\w\n]*?[:=|]"
         found = deque(re.finditer(f"{start}(.*)$", split_thinking(answer)[1]), maxlen=1)
         if not found:
@@ -313,15 +313,15 @@ class LLMJudge:
 
 
 def _criteria_of(trajectory: Trajectory, column: str) -> tuple[dict[str, float], dict[str, str]]:
-    """Returns the weight and the description of each criterion in a column of the prompt's row, by name."""
+    """Returns the weights and the descriptions, by name, of the criteria in a column of the prompt."""
     rows: Any = trajectory.prompt.fields.get(column)
     weights, texts = {}, {}
     try:
         rows = [{key: value for key, value in row.items() if value is not None} for row in rows]  # Parquet adds None
         weights = {str(row["name"]): float(row.get("weight", 1)) for row in rows}
         texts = {str(row["name"]): str(row.get("description", "")) for row in rows}
-        has_own_names = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()
-        is_valid = bool(weights) and has_own_names and all(0 < weight < 1e9 for weight in weights.values())
+        are_names_valid = len(weights) == len(rows) and not {"reward", "rewards", "extracted"} & weights.keys()
+        is_valid = bool(weights) and are_names_valid and all(0 < weight < 1e9 for weight in weights.values())
     except (AttributeError, KeyError, TypeError, ValueError):
         is_valid = False
     if not is_valid:

@@ -109,10 +109,9 @@ def check_takes_trajectory(function: Callable[..., object], name: str) -> Reward
 
 
 def summed(parts: Sequence[RewardPart], functions: Sequence[RewardFunction]) -> RewardFunction:
-    """Returns a reward function that adds up the weighted rewards of the parts; it is async if one of them is.
+    """Returns a reward function that adds up the weighted rewards of the parts; it is async if any part is.
 
-    If a part fails, the RewardError names it. If a part returns rewards per token, the other parts' rewards are added
-    to the policy's last token.
+    A RewardError names the failed part. If one returns rewards per token, other rewards go to the policy's last token.
     """
     if len(parts) == 1 and parts[0].weight == 1.0 and parts[0].name is None:
         return functions[0]

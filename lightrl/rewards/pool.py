@@ -36,18 +36,17 @@ _OUTCOMES: tuple[dict[str, tuple[type, ...]], ...] = (
 _REASONS = ("raised", "invalid", "not_finite", "timeout", "killed")
 _READ_BYTES = 1 << 16
 _MAX_REPLY_BYTES = 1 << 24
-_MAX_PROMPTS = 256  # cached as JSON: the trajectories of a group arrive at about the same time
+_MAX_PROMPTS = 256  # cached as JSON; a group's trajectories arrive at about the same time
 _STACK_WAIT_S = 0.5
-_CLOSED_WAIT_S = 3.0  # time to exit after closing the socket; descendants get one second
+_CLOSED_WAIT_S = 3.0  # for a process to exit after it closed the socket; its descendants get one second
 _MAX_LOG_LINES = 30  # the last lines that a worker printed, shown when it dies
 
 
 class RewardPool(Supervisor[bytes]):
     """Computes rewards in warm child processes, from copies of the trajectories, with a deadline for each call.
 
-    Invariants: each call ends in a RewardResult or a RewardError, and a failure is never a reward of 0; a process that
-    hangs or dies is replaced; no process outlives this one, not even after `kill -9`. What the function prints appears
-    on this process's stderr with a prefix.
+    Invariants: each call ends in a RewardResult or a RewardError, never in a reward of 0 for a failure; a process that
+    hangs or dies is replaced; no process outlives this one, even after `kill -9`. Output goes to stderr with a prefix.
 
     Args:
         reward: `package.module.function`, a RewardPart, or several of them, which are added up; a function takes a
@@ -56,11 +55,11 @@ class RewardPool(Supervisor[bytes]):
         workers: number of processes; one is enough for an async function.
         timeout_s: deadline of one call in seconds; a process that misses it is killed.
         startup_timeout_s: deadline for importing the function's module in seconds.
-        search_paths: folders that come first on the workers' import path; the rest is as in this process.
+        search_paths: folders to put before this process's import path in the workers.
         memory_limit_mib: limit on the data of each process and each of its children; a call that needs more fails
             with reason `killed` and its process is replaced. None for no limit. Not enforced on macOS.
-        recycle_after: number of calls after which a new process replaces the old one, which ends when the new one is
-            ready; for functions that leak memory. None for never.
+        recycle_after: number of calls after which a process is replaced, as soon as its successor is ready; for
+            functions that leak memory. None for never.
 
     Example:
         pool = RewardPool("lightrl.rewards.math_answer", workers=2)
@@ -163,7 +162,7 @@ class WorkerProcess:
             except WorkerDied:
                 if not outcomes:
                     raise
-                self._reply_bytes[:0] = b"\n".join([*lines[number:], b""])  # left for the next call
+                self._reply_bytes[:0] = b"\n".join([*lines[number:], b""])  # keep them for the next call
                 break
         return outcomes
 

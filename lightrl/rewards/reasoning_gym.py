@@ -8,7 +8,7 @@
           arguments: {datasets: {leg_counting: {max_animals: 3}, spell_backward: {}}, size: 500}
     model: {init_args: {reward: lightrl.rewards.reasoning_gym.reward}}
 
-A row records where its entry comes from, and the reward generates the entry again, since JSON cannot store all entries.
+A row records where its entry comes from. The reward generates the entry again, since not every entry fits into JSON.
 
 Source: https://github.com/open-thought/reasoning-gym, 0.1.25.
 """

@@ -60,8 +60,8 @@ def _is_comparable(answer: object) -> bool:
 class ReferenceCheck:
     """Calls a reward's built-in functions on a completion without an answer, which is cheap.
 
-    A prompt that lacks a field they need is thus refused at the start, instead of being dropped in each iteration.
-    Users' functions are not called, since they may be slow or have side effects.
+    So a prompt that lacks a field is refused at the start, and not dropped in each iteration. Users' functions are not
+    called, since they may be slow or have side effects.
     """
 
     def __init__(self, reward: object) -> None:
@@ -73,7 +73,7 @@ class ReferenceCheck:
             self._functions = [bound(part, function_of(part.path, "reward")) for part in lightrl_parts]
 
     def __call__(self, prompt: Prompt) -> None:
-        """Raises ValueError if a function cannot compute rewards for this prompt."""
+        """Raises ValueError if a function cannot compute rewards for this prompt; adds the columns that were read."""
         for function in self._functions:
             row = _ReadFields(prompt.fields)
             unanswered = replace(prompt, fields=row)

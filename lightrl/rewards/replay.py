@@ -33,7 +33,7 @@ class FailureLog:
     """Writes trajectories with failed rewards to a file, and those of failed workflows to `failed_rollouts.jsonl`.
 
     Args:
-        path: the JSONL file; lines are appended, and its folder is made at the first failure.
+        path: the JSONL file to append to; its folder is created at the first failure.
         decode: turns a token into the text that `lightrl inspect` shows.
         max_failures: maximum number of lines per process, so that a broken reward does not fill the disk.
     """
@@ -48,7 +48,7 @@ class FailureLog:
         is_reward, text, decode = isinstance(error, RewardError), str(error), self._decode
         path = self.path if is_reward else self.path.with_name("failed_rollouts.jsonl")
         reason, prompt = getattr(error, "reason", "rollout"), trajectory.prompt
-        record = {  # first the columns of `lightrl inspect`
+        record = {  # the columns of `lightrl inspect` come first
             "iteration": trajectory.newest_version + 1, "group": trajectory.group_id, "sample": trajectory.sample,
             "length": trajectory.num_loss_tokens, "finish": f"dropped: {'reward_' * is_reward}{reason}",
             "prompt": prompt.id, "prompt_text": prompt.text(decode)[:_MAX_CHARS], "excerpt": text[:_MAX_CHARS],
@@ -75,7 +75,7 @@ class ReplayRow:
     extracted: str | None  # the answer that the reward found in the completion, if it returns one
     reward: float | None  # from the first call; None if it failed
     metrics: dict[str, float] = field(default_factory=dict)
-    latency_s: float = 0.0  # duration of the last call, when everything has been loaded
+    latency_s: float = 0.0  # duration of the last call, after everything has been loaded
     is_deterministic: bool = True  # whether all calls returned the same result
     reason: str | None = None  # why the first call failed; `message` has the details
     message: str | None = None
@@ -98,9 +98,8 @@ def replay(
     Args:
         source: a file of failed rewards or of the trajectory log, or trajectories.
         reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
-        num: number of trajectories to use, from the start of the source; None for all.
-        repeats: calls per trajectory, one after another so that latencies are accurate; a single call cannot show
-            whether a reward is deterministic.
+        num: use only the first `num` trajectories; None for all.
+        repeats: calls per trajectory, in sequence, for accurate latencies; at least 2 to test for determinism.
         decode: converts token ids to text with special tokens, for `raw` and for prompts without messages.
 
     Raises:

@@ -1,7 +1,6 @@
 """RewardResult: a reward function's checked result for a trajectory; Runner: calls the function and never raises.
 
-The worker process and the thread on rank 0 both use this file, so that a reward is computed the same way in both.
-T is the number of tokens of the trajectory.
+Worker processes and the thread on rank 0 both use this file, and compute the same rewards. T: a trajectory's tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LARGEST_REWARD = 1e15  # the sum of squares of an iteration's rewards stays fin
 _LARGEST_METRIC = 1e38  # float32
 RewardFunction = Callable[[Trajectory], Any]  # may be async; `RewardResult.of` lists what it may return
 _invalid = functools.partial(RewardError, reason="invalid")
-_MAX_NAMES = 1_000  # maximum number in a returned dict
+_MAX_NAMES = 1_000  # in a returned dict
 _RESERVED_NAMES = ("reward", "rewards", "extracted")
 
 
@@ -107,9 +106,9 @@ Outcome = RewardResult | RewardError
 class Runner:
     """Calls one reward function; as long as the process lives, every call ends in a RewardResult or a RewardError.
 
-    A sync function is called for one trajectory after another. An async function is called for the whole batch
-    concurrently, on an event loop that lives as long as the Runner; each call is cancelled after `timeout_s`. The
-    supervising process or thread ends a sync call that hangs.
+    A sync function is called for one trajectory after another; the supervising process or thread ends a call that
+    hangs. An async function is called for the whole batch concurrently, on an event loop that lives as long as the
+    Runner; each call is cancelled after `timeout_s`.
     """
 
     function: RewardFunction
@@ -224,7 +223,7 @@ def killed_error(name: str, how: str, trajectory: Trajectory) -> RewardError:
 
 
 def label(trajectory: Trajectory) -> str:
-    """Names the trajectory in messages: `prompt 'train-3', sample 0`."""
+    """Returns the trajectory's name in messages: `prompt 'train-3', sample 0`."""
     return f"prompt {trajectory.prompt.id!r}, sample {trajectory.sample}"
 
 

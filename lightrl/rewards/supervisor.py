@@ -1,8 +1,7 @@
 """Supervisor: sends trajectories to workers in batches, enforces each call's deadline, and finds the call that hangs.
 
 A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread (SupervisedWorker), which starts
-it, sends it batches of waiting calls (CallQueue), receives the outcomes, and replaces the worker if a call is overdue
-or the worker died.
+it, sends it batches of waiting calls (CallQueue), receives outcomes, and replaces it if it hangs or dies.
 
 Which call is at fault: a sync function runs one trajectory after another, so the first unfinished trajectory of the
 batch is at fault, and the others wait for the next worker. An async function runs the whole batch concurrently; if its
@@ -31,7 +30,7 @@ from lightrl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.1  # how often a waiting supervising thread checks whether it was closed
+_TICK_S = 0.1  # how often a waiting supervising thread checks whether the supervisor was closed
 _ASYNC_GRACE_S = 1.0  # a worker cancels overdue async calls itself; it is stopped only if that fails
 _GATHER_S = 0.001  # outcomes of a batch that arrive within this time are delivered together
 _MAX_TOGETHER = 64  # calls of an async function that run at the same time
@@ -87,7 +86,7 @@ class _Call(Generic[Request]):
     request: Request
     num_bytes: int
     future: asyncio.Future[RewardResult]
-    is_alone: bool = False  # set if its batch hung or died: the next one contains only this call
+    is_alone: bool = False  # set after its batch hung or its worker died; the next batch is this call alone
 
 
 class CallQueue(Generic[Request]):
@@ -165,7 +164,7 @@ class SupervisedWorker(Generic[Request]):
                 if is_usable:
                     continue
                 worker.end()
-                worker, self._spare = self._spare, None  # `finally` ends both if something raises
+                worker, self._spare = self._spare, None  # if something raises, `finally` ends both
                 worker = self._ready_worker(worker)
                 self._num_calls = 0
                 self._spare = self._start_spare() if self.pool.calls.refusal is None else None
@@ -200,7 +199,7 @@ class SupervisedWorker(Generic[Request]):
         return is_usable
 
     def _ready_worker(self, worker: Worker[Request] | None) -> Worker[Request]:
-        """Returns a ready worker, if possible this one; if the pool is closing, the worker may not be ready yet."""
+        """Waits until this worker, or else a new one, is ready; returns early if the pool is closing."""
         for attempt in range(1 + _MAX_RESTARTS):
             try:
                 worker = worker or self._start_worker()
@@ -222,7 +221,6 @@ class SupervisedWorker(Generic[Request]):
             raise WorkerDied(f"its worker could not be started: {error!r}.") from error
 
     def _start_spare(self) -> Worker[Request] | None:
-        """Starts a spare worker; returns None if the machine cannot start one now."""
         try:
             return self._start_worker()
         except WorkerDied as error:
@@ -266,7 +264,7 @@ class SupervisedWorker(Generic[Request]):
                 death = WorkerDied(f"its reply pipe carried an invalid result: {error}")
             if outcomes:
                 settle_all((unfinished.pop(index).future, outcome) for index, outcome in outcomes.items())
-            if death is not None:  # outcomes that arrived before the death are kept
+            if death is not None:  # outcomes that arrived before it are kept
                 if unfinished:
                     self._blame(worker, unfinished, functools.partial(killed_error, self.pool.name, str(death)))
                 return False

@@ -102,7 +102,7 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 
 
 def _value_of(text: str) -> tuple[object] | None:
-    """Parses the whole text as JSON; returns a tuple, since the value may be null, or None if it is not JSON."""
+    """Returns the text's JSON value in a tuple, since the value may be null; returns None if the text is not JSON."""
     try:
         return (json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_without_repeated_keys),)
     except (ValueError, RecursionError):
@@ -123,7 +123,7 @@ def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]
 @functools.lru_cache(maxsize=64)
 def _schema_check(text: str) -> Callable[[object], bool]:
     """Returns a function that checks values against this schema; raises ValueError if the schema is not valid."""
-    from jsonschema import Draft202012Validator, SchemaError  # imported late: other workers start 0.1 s faster
+    from jsonschema import Draft202012Validator, SchemaError  # a late import, so other workers start 0.1 s faster
     from jsonschema.validators import validator_for
     from referencing import Registry
     from referencing.exceptions import Unresolvable

@@ -1,8 +1,8 @@
 """RolloutController: keeps groups in flight, and hands over batches with rewards within the staleness bound.
 
-One asyncio loop runs in one daemon thread, on rank 0, which owns all state. The public methods are called from the main
-thread: a coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so it also
-notices a blocked event loop. GroupScheduler decides which groups start and are taken; the controller acts on this.
+On rank 0, an asyncio loop in a daemon thread owns all state. The public methods are called from the main thread: a
+coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so it also notices a
+blocked event loop. GroupScheduler decides which groups start and are taken; the controller acts on this.
 
     prompt stream ──position──► a task per group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Wait:
-    """One call of the main thread that waits for trajectories; written on the event loop, read by the main thread."""
+    """A call in which the main thread waits for trajectories; written on the event loop, read by the main thread."""
 
     who: str  # the caller, for messages
     total: int  # trajectories that the call needs
@@ -77,9 +77,7 @@ class RolloutController:
     """Keeps as many groups in flight as the staleness bound allows, and hands finished groups to the training loop.
 
     Args:
-        engine: must have been started.
-        workflow: maps a prompt to a trajectory.
-        reward_worker: must have been started; computes rewards while other trajectories are being generated.
+        engine, reward_worker: must have been started; rewards are computed while other trajectories are generated.
         settings: group and batch sizes, limits, and rules for dropping groups.
         sampling: settings of training rollouts; the controller sets the seed of each generation.
         run_seed: together with position, sample and turn, determines everything that is sampled.
@@ -119,7 +117,7 @@ class RolloutController:
             )
         else:
             self._runner = TrajectoryRunner(engine, workflow)
-        self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # seed name and task, by group
+        self._running: dict[int, tuple[str, asyncio.Task[None]]] = {}  # group id → seed name, task
         self._admission = AdmissionBatch(engine)
         self._ahead = PromptsAhead(self._cursor, self._tasks, self._start_admissible)
         self._take_wait: Wait | None = None  # the wait of the `take` in progress
@@ -140,8 +138,7 @@ class RolloutController:
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
         """Returns the next batch of groups to train on, in stream order. `state_dict` contains it until `commit`.
 
-        The groups have rewards unless `defers_rewards` is set. If the last batch was not committed, its groups can be
-        taken again.
+        The groups have rewards unless `defers_rewards` is set. Groups that were not committed can be taken again.
 
         Args:
             weight_version: the trainer's current version, v.
@@ -215,11 +212,11 @@ class RolloutController:
         }
 
     def state_dict(self) -> State:
-        """Returns a resume's state, in plain Python: cursor, curriculum, positions in flight, untrained groups."""
+        """Returns the state for a checkpoint, in plain Python: cursor, curriculum, groups in flight and finished."""
         return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
-        """Restores the cursor and finished groups before the first `take`; groups that were in flight restart first.
+        """Restores the cursor and finished groups before the first `take`; requeues groups that were in flight.
 
         Raises RolloutError if a different version of lightrl wrote the state.
         """
@@ -249,8 +246,7 @@ class RolloutController:
         async with self._admission.batch():
             for _ in range(ADMISSION_TICKS):  # time to record completions that finished before the pause
                 await asyncio.sleep(0)
-            unfinished = await self.engine.unfinished()
-            return self._state(unfinished, await self._runner.states_of_workers())
+            return self._state(await self.engine.unfinished(), await self._runner.states_of_workers())
 
     def _state(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
         cursor, prompts = self._cursor, self._cursor.prompts
@@ -267,7 +263,6 @@ class RolloutController:
         }
 
     def _load(self, state: State) -> None:
-        """Restores the state; raises RolloutError if it is unreadable, and warns if the prompts differ."""
         cursor, prompts = self._cursor, self._cursor.prompts
         try:
             self._scheduler.load_state_dict(state)
@@ -313,7 +308,7 @@ class RolloutController:
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
-        """Asks the scheduler for a batch, again after each change, until it has one. If cancelled, takes no group."""
+        """Asks the scheduler for a batch after each change until there is one. If cancelled, takes no group."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
@@ -355,20 +350,17 @@ class RolloutController:
         """
         version = self.weight_version
         if self._is_open() and self._scheduler.may_start(version):
-            num_new = self._scheduler.max_new(version)
-            if self._ahead.lacks(self._scheduler.startable(version), num_new, self.run_seed):
+            if self._ahead.lacks(self._scheduler.startable(version), self._scheduler.max_new(version), self.run_seed):
                 return
             # Off-policy, no order is promised, and an admission batch would pause running groups.
-            is_batch = self.settings.max_staleness == 0
-            async with self._admission.batch() if is_batch else contextlib.nullcontext():
+            async with self._admission.batch() if self.settings.max_staleness == 0 else contextlib.nullcontext():
                 if self._is_open():  # check again: the engine took time to pause
                     self._start_groups()
 
     def _is_open(self) -> bool:
         """Whether groups may start at all; on-policy, only while a `take` waits."""
         is_idle = self.settings.max_staleness == 0 and self._take_wait is None
-        has_prompts = self._cursor.prompts is not None
-        return has_prompts and self._tasks.failure is None and not self._is_closing and not is_idle
+        return self._cursor.prompts is not None and self._tasks.failure is None and not self._is_closing and not is_idle
 
     def _start_groups(self) -> None:
         """Chooses as many new positions as the scheduler plans, then starts all groups that may start."""
@@ -404,9 +396,9 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards, unless deferred. A cancellation stops everything.
+        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops both.
 
-        Calls `on_done` with each sample's number and its trajectory, or None if it was dropped.
+        Calls `on_done` with each sample's number and trajectory; the trajectory is None if it was dropped.
         """
         rewards: list[asyncio.Future[bool]] = []
 
@@ -461,7 +453,6 @@ class RolloutController:
             self._tasks.spawn(self._start_admissible())
 
     def _give_up(self, group_ids: Iterable[int]) -> None:
-        """Cancels these groups if they are still running."""
         for group_id in group_ids:
             if group_id in self._running:
                 seed_name, task = self._running.pop(group_id)

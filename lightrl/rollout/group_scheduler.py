@@ -1,15 +1,14 @@
-"""GroupScheduler: decides which groups may start and which a batch takes, without asyncio, threads, clocks or I/O.
+"""GroupScheduler: decides which groups start and which ones a batch takes, without asyncio, threads, clocks or I/O.
 
 Notation: v is the current weight version, η is `max_staleness`, and P is `groups_per_iteration`. A group's version is
 the version of its oldest token. A running group has a lower bound instead: the version that served when it started.
 
-The default is windowed order. A group may start once it is among the next (η + 1)·P groups of the stream. Only the
-trainer moves this window, by P groups per iteration. A batch is the first P groups that were kept, even if one of them
-takes long. So a group starts with at most (η + 1)·P - 1 groups before it, and is trained on at most η versions later.
-The groups in a batch do not depend on how long they took, so fast groups are not preferred.
+By default, a group may start once it is among the next (η + 1)·P groups of the prompt stream: the window, which each
+iteration moves by P groups. A batch is the first P groups of the stream that were kept, even if it must wait for a slow
+one. So at most (η + 1)·P - 1 groups precede a group when it starts, and it is trained on at most η versions later. How
+long a group takes has no effect on which batch it is in, so fast groups are not preferred.
 
-A run that over-samples skips slow groups instead. `find_late` finds the groups that would be too old for any later
-batch.
+A run that over-samples skips slow groups instead: those that would be too old for any later batch (`find_late`).
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class GroupFilter:
     """Decides whether to drop a group with rewards. Returns (reason, message) to drop it, or None to keep it.
 
     The policy learns from differences between a group's trajectories. If all rewards are equal, the advantages are 0:
-    the group takes up a place in the iteration but yields no gradient. DAPO's dynamic sampling drops such groups and
-    samples new prompts.
+    the group takes up a place in the iteration but yields no gradient. DAPO's dynamic sampling replaces it.
 
     Source: DAPO, https://arxiv.org/abs/2503.14476.
 
@@ -72,7 +70,6 @@ class GroupFilter:
             raise ValueError(f"0 <= min_success <= max_success <= 1 is required, got {bounds}.")
 
     def __call__(self, group: Group) -> tuple[str, str] | None:
-        """Returns the reason and message of the first rule that drops the group, or None if no rule does."""
         rewards = [trajectory.reward for trajectory in group.trajectories]
         success = success_rate(group)
         longest = max(trajectory.num_loss_tokens for trajectory in group.trajectories)
@@ -122,7 +119,7 @@ class RolloutSettings:
         incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: number of extra groups to start, as a fraction of P. Groups in flight that would delay a
-            batch are given up, all others are kept for later batches; on-policy, all groups in flight are given up.
+            batch are given up, and the others are kept for later batches; on-policy, all in flight are given up.
         workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
         reward_metrics: metrics that each reward must have; a trajectory without one counts as a failed reward.
         defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
@@ -172,7 +169,6 @@ class RolloutSettings:
         )
 
     def size_of(self, prompt: Prompt) -> int:
-        """Returns the group size of this prompt."""
         return self.group_sizes.get(prompt.source or "", self.group_size)
 
     @functools.cached_property
@@ -197,7 +193,7 @@ class DropCounter:
         self.settings = settings
         self.last = Drop("none", "nothing was dropped", "")
         self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
-        self._group_drops: collections.Counter[str] = collections.Counter()  # since they were drained
+        self._group_drops: collections.Counter[str] = collections.Counter()  # dropped groups, since the last drain
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # finished trajectories, since the last batch was taken
         self._num_failed = 0  # failed trajectories, since the last batch
@@ -245,7 +241,7 @@ class DropCounter:
             )
 
     def count_given_up(self) -> None:
-        """Counts a dropped over-sampled group; this is not a failure."""
+        """Counts an over-sampled group that was given up, which is not a failure."""
         self._group_drops["oversampled"] += 1
 
     def count_dropped(self, reason: str, message: str) -> None:
@@ -259,8 +255,8 @@ class DropCounter:
             advice = dict.fromkeys(ADVICE.get(reason, OTHER_ADVICE) for reason, _ in self._num_dropped.most_common())
             raise RolloutError(
                 f"Aborting: {count_text(self._num_dropped.total(), 'dropped group')} ({dict(self._num_dropped)}) and "
-                f"{self.num_kept} kept since the last batch was taken; max_dropped_groups_per_iteration={max_dropped} "
-                f"per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
+                f"{self.num_kept} kept since the last batch was taken. The limit is max_dropped_groups_per_iteration="
+                f"{max_dropped} per {size} kept. To fix this, {'; or '.join(advice)}. Last drop: {message}"
             )
 
     def drain(self) -> list[Drop]:
@@ -277,7 +273,7 @@ class DropCounter:
 class Batch:
     """The decision of `take`: the groups to train on, or the running groups to wait for."""
 
-    group_ids: list[int] | None  # P group ids; None means to wait
+    group_ids: list[int] | None  # the P groups to train on; None means to wait
     waits_for: list[int]  # running groups that delay the batch
     gives_up: list[int] = field(default_factory=list)  # over-sampled groups that would be too old for later batches
 
@@ -300,11 +296,10 @@ class GroupScheduler:
     """Tracks the state of each group. The controller reports events and carries out the scheduler's decisions.
 
         queue ──start──► running ─record, settle─► finished ──take──► taken ──commit──► trained on
-          ▲                 │ resampled                │ overdue          │ not committed: finished again
+          ▲                 │ resampled                │ too old          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
-    Once queued, a position of the prompt stream is in exactly one of these states until it is trained on, dropped or
-    given up.
+    Once queued, a position of the prompt stream is in exactly one of these states until it is trained on or dropped.
     """
 
     def __init__(self, settings: RolloutSettings) -> None:
@@ -318,7 +313,7 @@ class GroupScheduler:
         self._again: list[int] = []  # on-policy, positions to sample again in the next admission batch
         # Groups that were running when the checkpoint was written: position → version at the start, finished samples.
         self.started: dict[int, tuple[int, dict[int, Trajectory | None]]] = {}
-        self._num_resamples: dict[int, int] = {}  # position in flight → how often it has got new seeds
+        self._num_resamples: dict[int, int] = {}  # position in flight → how often it was resampled
 
     @property
     def num_done_trajectories(self) -> int:
@@ -354,7 +349,7 @@ class GroupScheduler:
         return bool(self.startable(weight_version))  # after a resume, more groups may be finished than fit the window
 
     def plan(self, weight_version: int) -> int:
-        """Returns how many new positions to `queue` before groups start; on-policy, a whole admission batch."""
+        """Returns how many new positions to `queue` before groups start. On-policy, also queues those to resample."""
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
@@ -467,19 +462,21 @@ class GroupScheduler:
 
     def take(self, weight_version: int) -> Batch:
         """Takes a batch if enough groups are finished, and drops over-sampled groups too old for later batches."""
-        if self.settings.num_oversampled:
+        if self.settings.num_oversampled:  # a batch can take any finished groups
             running = {group_id: item.started_version for group_id, item in self.running.items()}
             batch = pass_over(self.settings, weight_version, _versions(self.finished, weight_version), running)
-        else:
+        else:  # a batch takes the first groups of the stream
             first = self._stream()[: self.settings.groups_per_iteration]
-            waits_for = [group_id for group_id in first if group_id not in self.finished]
-            is_full = not waits_for and len(first) == self.settings.groups_per_iteration
-            batch = Batch(first if is_full else None, [group_id for group_id in waits_for if group_id in self.running])
+            missing = [group_id for group_id in first if group_id not in self.finished]
+            is_full = not missing and len(first) == self.settings.groups_per_iteration
+            waits_for = [group_id for group_id in missing if group_id in self.running]  # the others are queued
+            batch = Batch(group_ids=first if is_full else None, waits_for=waits_for)
         if batch.group_ids is None:
             return batch
         self.taken = [self.finished.pop(group_id)[0] for group_id in batch.group_ids]
         for group_id in batch.gives_up:
-            self._drop(group_id, "oversampled", f"Group {group_id} was over-sampled and the iteration did not need it.")
+            message = f"Group {group_id} was over-sampled and would be too old for later batches."
+            self._drop(group_id, "oversampled", message)
             self._num_resamples.pop(group_id, None)
             self.counter.count_given_up()
         self.counter.begin_iteration()
@@ -536,7 +533,7 @@ class GroupScheduler:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Restores finished groups before the first `take`; groups that were in flight restart first."""
+        """Restores finished groups before the first `take`; requeues groups that were in flight."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
         self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts in this run's P
         self._queued = sorted(state["in_flight"])
@@ -553,7 +550,7 @@ class GroupScheduler:
 
 
 def _outlasts_its_run(trajectory: Trajectory | None) -> bool:
-    """Whether a resumed run can use it: the reward must not need an agent's folder, which is deleted with the run."""
+    """Whether a resumed run can use the trajectory: its reward must not need an agent's folder, which is deleted."""
     return trajectory is None or trajectory.workspace is None
 
 
@@ -584,7 +581,7 @@ def pass_over(
 ) -> Batch:
     """Takes the P finished groups with the oldest versions, unless too many of the remaining groups would be late.
 
-    Late groups are given up, but at most as many as over-sampling started; that number is always enough.
+    It gives up the late groups, but at most as many as over-sampling started, which is always enough.
 
     Args:
         weight_version: v, the trainer's version.
@@ -593,14 +590,14 @@ def pass_over(
     size = settings.groups_per_iteration
     taken = set(sorted(finished, key=lambda group_id: (finished[group_id], group_id))[:size])
     if len(taken) < size:
-        return Batch(None, sorted(running))
+        return Batch(group_ids=None, waits_for=sorted(running))
     left_over = {**finished, **running}
     for group_id in taken:
         del left_over[group_id]
     late = find_late(settings, weight_version + 1, left_over, running)
     if len(late) > settings.num_oversampled:
-        return Batch(None, [group_id for group_id in late if group_id in running])
-    return Batch(sorted(taken), [], late)
+        return Batch(group_ids=None, waits_for=[group_id for group_id in late if group_id in running])
+    return Batch(group_ids=sorted(taken), waits_for=[], gives_up=late)
 
 
 def find_late(

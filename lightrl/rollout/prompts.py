@@ -1,7 +1,4 @@
-"""PromptCursor: decides which position of the prompt stream comes next; a Curriculum can skip prompts.
-
-PromptsAhead makes prompts in advance, in a thread, if that takes time.
-"""
+"""PromptCursor chooses the stream's next prompt, a Curriculum skips prompts, PromptsAhead makes prompts in advance."""
 
 from __future__ import annotations
 
@@ -76,19 +73,17 @@ class Curriculum(Protocol):
 class PromptCursor:
     """Walks through the stream position by position, never backward.
 
-    With a curriculum, a prompt is run with probability `weight` when its turn comes; otherwise it is skipped until its
-    turn in the next epoch. The choice depends only on (run seed, position), so a position still identifies a group for
-    seeds and resume.
-
-    Observations take effect at the next choice, in the order of positions, not in the order in which groups finish.
+    When a prompt's turn comes, it is run with the probability that the curriculum gives it, or else skipped until the
+    next epoch. The random number depends only on run seed and position, so a position still identifies a group for
+    seeds and resume. Observations take effect at the next choice, by position, not in the order in which groups finish.
     """
 
     prompts: Prompts | None  # the stream; None if there is nothing to choose
     curriculum: Curriculum | None = None  # None runs every position
     next_position: int = 0
     num_skipped: int = 0  # positions skipped since this object was made
-    past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # over prompts seen before
-    # Position → prompt id and success rate, not yet given to the curriculum.
+    past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # sums over prompts seen before
+    # Position → prompt id and success rate, not yet passed to the curriculum.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def at(self, position: int) -> Prompt | None:
@@ -130,7 +125,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared position of these and the next `num` choices, if any. Raises like `choose`."""
+        """Returns the first unprepared of these positions and the next `num` choices, or None. Raises like `choose`."""
         prompts = self.prompts
         assert prompts is not None
         for position in positions:

@@ -61,10 +61,7 @@ class Rollout(Protocol):
 
 @dataclass(eq=False)
 class RecordedRollout:
-    """A Rollout that reads its groups from a list.
-
-    Iteration k takes the k-th entry, starting over after the last one, so the weight version is the only state.
-    """
+    """A Rollout that reads groups from a list: iteration k takes the k-th entry, starting over after the last one."""
 
     is_recorded = True
     settings = RolloutSettings()

@@ -31,11 +31,11 @@ class RLTrainer(L.Trainer):
 
     engine: RolloutEngine | None = None  # if not set, the first stage sets LocalEngine() on rank 0
     settings: Mapping[str, object] | None = None  # from the command line and config files; None without a command
-    open_rollout: Rollout | None = None  # while a stage of an RLModule runs
+    open_rollout: Rollout | None = None  # set while a stage of an RLModule runs
     memory_estimate: str  # describes the estimated memory use of a rank
-    # Logs a number of the training batch: (name, value, other arguments of `log`); returns False if Lightning must log.
+    # Logs a number of the training batch: (name, value, other arguments of `log`). If False, Lightning must log it.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
-    restoring: object = None  # the checkpoint that a fit restores, until the fit runs
+    restoring: object = None  # the checkpoint that a fit is restoring; None once the fit runs
     saved_at: int | None = None  # the iteration after which the last checkpoint was saved
     is_in_iteration: bool = False  # from the start of an iteration to the end of its updates
     phase_seconds: dict[str, float]  # phase of the current iteration (rollout, score, rewards, update, sync) → seconds
@@ -59,7 +59,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def run_seed(self) -> int:
-        """The seed given to `seed_everything`; 0 without one."""
+        """The seed given to `seed_everything`; 0 if it was not called."""
         return global_seed()
 
     def ended_by_sigterm(self) -> AbstractContextManager[None]:

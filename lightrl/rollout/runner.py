@@ -1,10 +1,8 @@
 """TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
 
-InFlightCompletions keeps what running groups have generated and which answers they got, so that a resumed run can
-continue from there.
-
-AdmissionBatch makes groups that start together reach the engine together. Rewards computes rewards. Both exist only in
-rank 0's process.
+InFlightCompletions keeps the completions of running groups, and the environments' answers to them, so that a resumed
+run can continue from there. AdmissionBatch makes groups that start together reach the engine together. Rewards computes
+rewards. The last two exist only in rank 0's process.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from lightrl.trajectory import Attached, Group, Prompt, Sampling, Trajectory, sa
 from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Event-loop ticks after which every new trajectory has reached its first `generate`. One tick starts the group's task,
-# and one starts the task of the trajectory or request. The rest allow for a workflow that first awaits something that
-# is already done.
+# and one that of the trajectory or request. The rest allow for a workflow that first awaits something already done.
 ADMISSION_TICKS = 5
 
 
@@ -57,7 +54,7 @@ class InFlightCompletions:
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns these samples' state from a checkpoint, for `take_over`; None in validation."""
+        """Removes and returns what a checkpoint had for these samples, for `take_over`; None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -74,7 +71,7 @@ class InFlightCompletions:
         self._answers |= parts["answers"]
 
     def completions(self, seed_name: str) -> dict[int, Completion | None]:
-        """Returns the dict for callers to fill with a running group's completions; in validation, an unused dict."""
+        """Returns the dict that callers fill with a running group's completions; in validation, a throwaway dict."""
         return self._completions.get(seed_name, {})
 
     def turn_log(self, seed_name: str, session: str) -> TurnLog | None:
@@ -86,11 +83,9 @@ class InFlightCompletions:
         return log
 
     def state_dict(self, unfinished: Mapping[int, Completion], states_of_workers: Sequence[State] = ()) -> State:
-        """Returns the completions and answers for a checkpoint.
+        """Returns the completions and answers for a checkpoint, including those in `states_of_workers`.
 
-        Args:
-            unfinished: the engine's completions in progress, keyed by seed.
-            states_of_workers: the states that this method returned in the workflow workers.
+        `unfinished` maps seeds to the engine's completions in progress.
         """
         logs = [item for logs in self._logs.values() for item in logs.items()]
         completions: dict[int, Any] = {}
@@ -164,7 +159,6 @@ class TrajectoryRunner:
             return error
 
     def end_group(self, seed_name: str) -> None:
-        """Forgets a group that is done or given up."""
         self.in_flight.close(seed_name)
 
     async def states_of_workers(self) -> list[State]:
@@ -296,10 +290,7 @@ class AdmissionBatch:
 
     @contextlib.asynccontextmanager
     async def batch(self) -> AsyncIterator[None]:
-        """Waits for the previous batch and for the engine's pause.
-
-        On cancellation, the engine is resumed. The resume itself is never cancelled: the engine would stay paused.
-        """
+        """Waits for the previous batch and for the engine's pause; resumes the engine at the end or if cancelled."""
         async with self._lock:
             try:
                 await self.engine.pause()
@@ -332,10 +323,7 @@ class Rewards:
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
-        """Sets the reward once it is known. The result is False if the reward failed, which drops the trajectory.
-
-        The worker enforces its own deadline.
-        """
+        """Sets a trajectory's reward; the future's result is False if that failed. The worker enforces a deadline."""
         loop = asyncio.get_running_loop()
         is_kept: asyncio.Future[bool] = loop.create_future()
         if trajectory.workspace is not None:
@@ -346,7 +334,7 @@ class Rewards:
         return is_kept
 
     def log_failed(self, error: RolloutError | RewardError, group_id: int, sample: int) -> None:
-        """Writes what a workflow had recorded before it failed."""
+        """Logs what a workflow had recorded before it failed."""
         if self.failures is not None and (failed := getattr(error, "trajectory", None)) is not None:
             failed.group_id, failed.sample = group_id, sample
             self.failures.write(failed, error)
@@ -385,18 +373,15 @@ class Rewards:
             group.trajectories = [item for item in group.trajectories if item.reward is not None]
 
     def cancel(self, rewards: Iterable[asyncio.Future[bool]]) -> None:
-        """Cancels these computations unless they are done."""
         for is_kept in rewards:
             if (result := self._results.pop(is_kept, None)) is not None:
                 result.cancel()
             abandon([is_kept])
 
     def close(self) -> None:
-        """Cancels all pending computations."""
         self.cancel(is_kept for _, is_kept in [*self._unsent, *self._deferred.values()])
 
     def _send(self) -> None:
-        """Requests the rewards of all unsent trajectories in one call."""
         unsent = [(trajectory, is_kept) for trajectory, is_kept in self._unsent if not is_kept.done()]
         self._unsent = []
         start_ns = time.perf_counter_ns()

@@ -1,13 +1,12 @@
 """WorkflowPool: runs groups in separate processes, whose engines follow rank 0's; everything else stays in rank 0.
 
     rank 0: GroupScheduler ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
-              one order, admission,  │  ▲                   TrajectoryRunner: workflow, tokens, text
-              rewards, what trains   └──┴─ engine: servers' states, weight versions, pauses
+              order, admission,      │  ▲                   TrajectoryRunner: workflow, tokens, text
+              rewards, batches       └──┴─ engine: servers' states, weight versions, pauses
 
-A trajectory's prompt and seeds are sent to the worker that runs the fewest trajectories, which sends the trajectory
-back. The result does not depend on which worker runs it. A worker that dies or hangs is logged and replaced. Other
-workers run its trajectories again from their seeds, with the current weights; the version at the group's start still
-bounds the staleness.
+The worker that runs the fewest trajectories gets a trajectory's prompt and seeds, and sends the trajectory back. The
+result does not depend on which worker runs it. If a worker dies or hangs, it is logged and replaced, and others run its
+trajectories again from their seeds, with the current weights; the version at the group's start bounds the staleness.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # time for a worker to import everything
 END_S = 5.0  # time for a worker to exit after its channel is closed
 BEAT_S = 1.0  # interval between messages to an idle worker
-MAX_DEATHS = 3  # if workers die this often while they run a trajectory, it may be the cause and is not run again
+MAX_DEATHS = 3  # a trajectory that was running when this many workers died may be the cause, and is not run again
 _STACK_S = 0.5  # time for a hanging worker to print its stack
 _ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, unless it is an EngineError
 
@@ -176,7 +175,6 @@ class WorkflowPool:
                     worker.channel.send(key, "cancel")
 
     def end_group(self, seed_name: str) -> None:
-        """Forgets a group that is done or given up."""
         self.in_flight.close(seed_name)
         for worker in self._workers:
             worker.channel.send(None, "end group", seed_name)
@@ -212,8 +210,7 @@ class WorkflowPool:
         self._leader.on_follower_states([worker.state for worker in self._workers if worker.state is not None])
 
     async def _keep_running(self, name: str) -> None:
-        """Keeps a worker with this name running until cancelled."""
-        num_early_deaths = 0  # number in a row before any trajectory was done
+        num_early_deaths = 0  # deaths in a row of workers that had not finished a trajectory
         while True:
             child, end = ChildProcess.of_module("lightrl.rollout.workflow_worker", import_path())
             try:
@@ -340,7 +337,6 @@ async def _end(child: ChildProcess) -> int:
 
 
 def _check_copyable(workflow: Workflow, num: int) -> None:
-    """Raises ValueError if this workflow cannot be copied to a worker."""
     name = type(workflow).__qualname__
     try:
         data = pickle.dumps((workflow, registered()))

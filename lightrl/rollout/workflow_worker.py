@@ -5,7 +5,7 @@
     worker ─► pool   (process id) when it is ready; then for each sample of a run (key, sample, the trajectory's
                      bytes) or (key, sample, error), (key, answer or exception), and (None, a report on a server)
 
-It exits when the pool closes the channel. If the pool's process dies, a guard kills the worker and its descendants.
+The worker exits when the pool closes the channel. If the pool's process dies, a guard kills it and its descendants.
 """
 
 from __future__ import annotations
@@ -81,11 +81,10 @@ class WorkflowWorker:
                 self._runner.end_group(*values)
         running = list(self._running.values())
         abandon(running)
-        ending = [*running, asyncio.ensure_future(self._engine.close())]
-        await asyncio.wait(ending, timeout=END_S)
+        await asyncio.wait([*running, asyncio.ensure_future(self._engine.close())], timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts samples of a group; `started` is what a checkpoint contains for these, or None in validation."""
+        """Starts samples of a group; `started` is their state from a checkpoint, or None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

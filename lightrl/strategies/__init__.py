@@ -2,8 +2,8 @@
 
 Reading order:
     single.py            one process, one device: chooses a microbatch's cheapest layout, computes logprobs
-    head.py              the output head: which tokens' logprobs it computes, and its results
-    layouts/             how a microbatch goes through a model without its padding
+    head.py              the output head: which logprobs it computes, and how
+    layouts/             ways to run a microbatch through a model without padding
     checkpoint/          checkpoints, written completely or not at all, and read without running code
     ranks/               the processes of a run, their communication, and the detection of failures
     sharded_experience/  an iteration's trajectories, distributed over all ranks
@@ -11,7 +11,7 @@ Reading order:
     fsdp2_model.py       a sharded model
     parallel_3d/         Parallel3DStrategy: pipeline x data x tensor parallelism
     empty_model.py       builds models on the meta device and loads their weights tensor by tensor
-    precision.py         Lightning's precision plugins, changed to keep batches and to clip over all ranks
+    precision.py         Lightning's precision plugins, changed to leave batches as they are and to clip over all ranks
     known_strategies.py  the strategies that can train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass

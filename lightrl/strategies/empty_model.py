@@ -1,7 +1,7 @@
 """Builds models on the meta device and loads their weights: each rank reads its shards, one tensor at a time.
 
-A model may therefore be larger than one rank's memory. Buffers are allocated immediately: they are small, and those
-that are not saved (rotary embeddings' angles) would be garbage if they were created on the meta device.
+A model may therefore be larger than one rank's memory. Buffers are allocated immediately: they are small, and
+non-persistent ones (such as rotary embedding frequencies) would hold garbage if they were created on the meta device.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def empty_model(role: Role) -> PreTrainedModel:
 
 
 def take_role(model: torch.nn.Module) -> Role | None:
-    """Removes and returns the role of a model without weights; None if the model has weights."""
+    """Removes and returns the role of a model whose weights are not loaded yet; None if they are."""
     role: Role | None = vars(model).pop(_ROLE, None)
     return role
 
@@ -71,14 +71,10 @@ def take_role(model: torch.nn.Module) -> Role | None:
 def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: Ranks) -> None:
     """Loads the weights of a sharded model that `empty_model` built; collective.
 
-    Each rank reads its shards from the checkpoint's files. Rank 0 creates random weights and parameters added by the
-    tuning, and sends each rank its shards.
-
-    Args:
-        device: device of the shards.
-        ranks: the ranks of the model's mesh.
+    Each rank of the model's mesh reads its shards from the checkpoint's files. Rank 0 creates random weights and the
+    parameters that the tuning adds, and sends each rank its shards.
     """
-    give_memory(model, device)
+    allocate(model, device)
     if ranks.is_main and role.spec.path is not None:
         check_files(Path(role.spec.path))
     has_files = bool(checkpoint_files(role.spec)) and keep_first_axis(model)
@@ -103,7 +99,7 @@ def fill_model(model: PreTrainedModel, role: Role, device: torch.device, ranks: 
             model.load_state_dict(ranks.broadcast_tensors(loaded), strict=False)
 
 
-def give_memory(model: torch.nn.Module, device: torch.device) -> None:
+def allocate(model: torch.nn.Module, device: torch.device) -> None:
     """Moves a model from the meta device to `device`: parameters are uninitialized, buffers keep their values."""
     buffers = [
         (module, name, buffer.to(device))
@@ -131,9 +127,9 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 
 class _UninitializedOnMeta(TorchFunctionMode):
-    """Inside the context, `torch.empty` makes large tensors on the meta device: DeepSeek-V3's experts need 30 GB each.
+    """Inside the context, `torch.empty` makes large tensors on the meta device: some of DeepSeek-V3's take 30 GB.
 
-    Small ones keep their memory, since they may be buffers that the constructor fills.
+    Small tensors are allocated, since they may be buffers that the constructor fills.
     """
 
     def __torch_function__(
@@ -149,7 +145,7 @@ class _UninitializedOnMeta(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside the context, parameters move to the meta device as modules register them; buffers keep their memory."""
+    """Inside the context, parameters move to the meta device as modules register them; buffers stay allocated."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

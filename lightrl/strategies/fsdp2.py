@@ -34,7 +34,7 @@ from lightrl.checks.files import check_local
 from lightrl.concurrency.owner import own_mark
 from lightrl.models import ParallelModel, RoleMesh, models_made_by, recompute_contexts, wrap_blocks
 from lightrl.models.conversion import conversions
-from lightrl.models.expert_parallel import expert_mesh, num_split_experts, split_experts
+from lightrl.models.expert_parallel import expert_mesh, num_split_experts, shard_experts, split_experts
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.optimizer import model_children, own_parameters
 from lightrl.strategies.checkpoint.atomic_write import BackgroundWrites, logged_behind_failure
@@ -86,8 +86,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             sharding). With one copy per node, parameters are gathered within a node; only gradients cross nodes.
         ep: number of ranks over which each MoE layer's experts are divided. A rank gathers only its own experts, and
             tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica.
-            Needs torch >= 2.11. Does not work with compile_layers, parameters in offload_to_cpu, 16-mixed or role
-            meshes.
+            Needs torch >= 2.11; not with compile_layers, parameters in offload_to_cpu, 16-mixed or role meshes.
         cp: number of ranks that share each microbatch's tokens, for long trajectories; attention exchanges heads. Must
             divide the ranks and the attention heads. Needs models that can be packed, and no role meshes.
         reshard_after_forward: free a layer's parameters after its forward pass, and gather them again for its backward
@@ -163,11 +162,11 @@ class FSDP2Strategy(ModelParallelStrategy):
                     "and tp, or use Parallel3DStrategy."
                 )
         if self.ep > 1:
-            self._check_ep(module, world)
+            self._check_ep(module, {"ranks of a replica": world // self.num_replicas})
         if self.cp > 1:
-            self._check_cp(module, world)
+            self._check_cp(module, {"ranks": world})
 
-    def _check_ep(self, module: L.LightningModule | None, world: int) -> None:
+    def _check_ep(self, module: L.LightningModule | None, ranks: dict[str, int]) -> None:
         settings = {
             "compile_layers=true": self.compile_layers,
             "parameters in offload_to_cpu": "parameters" in self.offload_to_cpu,
@@ -180,24 +179,24 @@ class FSDP2Strategy(ModelParallelStrategy):
             raise ValueError(f"ep={self.ep} needs torch >= 2.11, got {torch.__version__}. Install it, or set ep to 1.")
         specs = {name: role.spec for name, role in planned_roles(module).items() if role.spec.url is None}
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
-        _check_divides("ep", self.ep, {"ranks of a replica": world // self.num_replicas, **experts})
+        _check_divides("ep", self.ep, {**ranks, **experts})
         if experts and not any(experts.values()):
             raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
 
-    def _check_cp(self, module: L.LightningModule | None, world: int) -> None:
+    def _check_cp(self, module: L.LightningModule | None, numbers: dict[str, int], tp: int = 1) -> None:
         roles = planned_roles(module)
         if role_meshes(module) or (module is not None and not roles):
             raise ValueError(
                 f"cp={self.cp} needs one of lightrl's modules (GRPO, SFT, …) whose roles have no mesh, got "
                 f"{type(module).__name__}. Remove the meshes, or set cp to 1."
             )
-        numbers = {"ranks": world}
         for name, spec in ((name, role.spec) for name, role in roles.items() if role.spec.url is None):
             config = spec.load_config()
             may_pack = may_be_cut(config) and not refuses_packing(spec.load_config(), has_logits=spec.head != "scalar")
             if spec.attn_implementation not in (None, "sdpa") or not may_pack:
                 raise cp_refused(self.cp, config.model_type)
-            numbers[f"attention heads of the {name}"] = config.get_text_config().num_attention_heads
+            place = f"{name} on a tensor rank" if tp > 1 else name
+            numbers[f"attention heads of the {place}"] = config.get_text_config().num_attention_heads // tp
         _check_divides("cp", self.cp, numbers)
 
     def setup_environment(self) -> None:
@@ -300,7 +299,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         return make_place(self.ranks, members, [len(members)], ["dp"], self.root_device)
 
     def _needs_split(self, model: torch.nn.Module) -> bool:
-        """Whether this part of the module is not sharded yet."""
         return not isinstance(model, FSDPModule)
 
     def shard(self, model: torch.nn.Module, place: Place | None = None) -> None:
@@ -345,20 +343,14 @@ class FSDP2Strategy(ModelParallelStrategy):
                 if is_mixed:  # routers are gathered in float32
                     shard(router_of(block), reshard_after_forward=self.reshard_after_forward)
                 if self._expert_mesh is not None:
-                    mesh = self._expert_mesh[("replica", "shard") if self.num_replicas > 1 else "shard"]
-                    experts = shard(
-                        block.experts, mesh=mesh, reshard_after_forward=self.reshard_after_forward, mp_policy=policy
-                    )
-                    # The backward already sums over the ep axis, so divide by all ranks. gloo cannot scale in a sum.
-                    experts.set_gradient_divide_factor(ranks.size)
-                    experts.set_force_sum_reduction_for_comms(self._expert_mesh["shard"].size() > 1)
+                    options = {"reshard_after_forward": self.reshard_after_forward, "mp_policy": policy}
+                    shard_experts(block, self._expert_mesh, num_ranks=ranks.size, **options)
             shard(layer, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         # Logprobs read the root's own parameters (embedding, last norm, head) outside its forward.
         shard(model, reshard_after_forward=False)
         role = take_role(model)
         if role is not None:
-            device = HOST if self._offloads_parameters else self.root_device
-            fill_model(model, role, device, ranks)
+            fill_model(model, role, HOST if self._offloads_parameters else self.root_device, ranks)
 
     @property
     def _offloads_parameters(self) -> bool:
@@ -384,7 +376,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         role: str = "policy",
         value_head: torch.nn.Linear | None = None,
     ) -> ParallelModel:
-        """Returns the ParallelModel of a role's model that `setup` has sharded."""
         ranks = self.ranks.of_role(role)
         if not ranks.is_here:
             return OtherRanksModel()
@@ -400,7 +391,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the update. Offloaded optimizer state is on the device only from the backward pass to the end."""
+        """Runs the update. Offloaded optimizer state is on the device only after the backward pass."""
         moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
 
         def closure_and_state() -> Any:

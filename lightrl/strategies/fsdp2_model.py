@@ -33,12 +33,10 @@ if TYPE_CHECKING:
 class FSDP2Model(SingleModel):
     """Runs SingleModel's computation on a sharded model. Code that reads parameters runs inside the root's forward.
 
-    All ranks must call the model the same number of times, so a rank with fewer rectangles adds calls with one token
-    and ignores the results.
+    All ranks must call the model equally often, so a rank with fewer rectangles adds calls with one dummy token.
 
     Args:
         model: sharded by FSDP2Strategy.
-        settings: the engine's changes to the logits.
         ranks: the ranks that share the model. All must pass the same number of microbatches.
         value_head: a critic's head, also sharded.
         reduce_every_microbatch: reduce gradients after each microbatch instead of after the last.
@@ -64,8 +62,7 @@ class FSDP2Model(SingleModel):
         self.is_offloaded = is_offloaded
         self._root = model
         self._gather: PlannedGather | None = None
-        # Calls `function` with the root's parameters gathered. FSDP searches its result (tensors, tuples or dicts) for
-        # the start of the backward.
+        # FSDP gathers the root's parameters for this call.
         self._root.run_inside = lambda function, *args, **kwargs: function(*args, **kwargs)
         register_fsdp_forward_method(model, "run_inside")
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # a probe's few tokens are not worth compiling
@@ -131,14 +128,14 @@ class FSDP2Model(SingleModel):
             super().move_to(device)
 
     def _calls(self, microbatches: Sequence[Experience]) -> list[int]:
-        """Returns how often to call the model for each microbatch: the largest number of rectangles on any rank."""
+        """Returns the number of model calls per microbatch: the largest number of rectangles on any rank."""
         if self.packs_all(microbatches):
             return [1] * len(microbatches)
         lengths = [[max(1, tokens - 1) for tokens in rows] for rows in lengths_of(microbatches)]
         return self.ranks.max_each([len(rectangles(rows, CALL_OVERHEAD_TOKENS)) for rows in lengths])
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        # A tuple, because FSDP looks for the start of the backward only in known containers, not in Outputs.
+        # A tuple, because FSDP searches only tensors, tuples and dicts for the start of the backward, not Outputs.
         return Outputs(*self._root.run_inside(self._tensors, experience, candidates))
 
     def _tensors(self, experience: Experience, candidates: Candidates) -> tuple[Tensor | None, ...]:
@@ -147,7 +144,6 @@ class FSDP2Model(SingleModel):
 
 
 def cp_refused(cp: int, model_type: str) -> ValueError:
-    """Builds the error for a model that does not allow context parallelism."""
     return ValueError(
         f"cp={cp} cuts packed rows, but a model of type {model_type!r} does not allow it: its tokens interact beyond "
         "causal SDPA attention (a state, sparse attention, sinks), or it changes logits. Set cp to 1."
@@ -155,7 +151,7 @@ def cp_refused(cp: int, model_type: str) -> ValueError:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Gathers a sharded tensor on all ranks, without gradient; collective. Only detaches other tensors."""
+    """Gathers a sharded tensor on all ranks, without gradient; collective. Other tensors are only detached."""
     plain: Tensor = value.detach()
     return plain.full_tensor() if isinstance(plain, DTensor) else plain
 

@@ -1,6 +1,6 @@
 """The output head: selects the tokens whose logprobs are computed at each predicting position, and computes them.
 
-Whole models and the last stage of a split model use the same Targets, but different functions to compute them.
+Whole models and the last stage of a split model use the same Targets, but different functions to compute the logprobs.
 
 Shapes: B trajectories, T tokens; N positions that predict a token; K additional tokens with logprobs at each.
 """
@@ -45,11 +45,7 @@ class Targets:
     def at(
         cls, experience: Experience, rows: Tensor, columns: Tensor, candidates: Candidates, settings: LogprobSettings
     ) -> Targets:
-        """Selects the targets at positions (rows [N], columns [N]) of an experience.
-
-        Args:
-            candidates: int64 [B, T, K], aligned to the tokens; or K.
-        """
+        """Selects the targets at these positions (rows [N], columns [N]); `candidates` is int64 [B, T, K], or K."""
         masked = supports = None
         if settings.min_new_tokens > 0:
             masked = stops_are_masked(experience.weight_versions, settings.min_new_tokens)
@@ -65,7 +61,7 @@ class Targets:
 
 
 def topk_candidates(experience: Experience) -> Candidates:
-    """Returns the teacher's top-k tokens, or else the sampler's, if the experience has them; otherwise 0."""
+    """Returns the teacher's top-k tokens if the experience has them, otherwise the sampler's; 0 if there are none."""
     return experience.extras.get("teacher_topk_ids", experience.columns.get(TOPK_IDS.name, 0))
 
 
@@ -85,9 +81,7 @@ def read_head(
 ) -> dict[str, Tensor]:
     """Computes the fields of Outputs at the targets' N positions: [N], or [N, K] for the top-k.
 
-    Args:
-        topk, logprobs: the functions for these positions.
-        logit_scale: a factor that the model applies to its logits, but these functions do not.
+    The model multiplies its logits by `logit_scale`, but `topk` and `logprobs` do not.
     """
     masks: dict[str, Any] = {}
     if targets.masked_rows is not None:

@@ -31,7 +31,7 @@ def offload_activations(layer: nn.Module) -> None:
         storage = tensor.untyped_storage()
         if any(storage._cdata == local(parameter).untyped_storage()._cdata for parameter in layer.parameters()):
             return tensor  # FSDP2 frees and gathers parameters
-        # A weak reference does not keep the memory alive, but keeps a new storage from getting the same address.
+        # A weak reference lets the memory be freed, but prevents a new storage at the same address.
         view = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         key = StorageWeakRef(storage), tensor._version, view  # type: ignore[no-untyped-call]
         copy = copies.get(key)

@@ -49,7 +49,7 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
 def set_expert_precision(model: torch.nn.Module) -> None:
     """Makes MoE routers compute in float32 under autocast, and experts in the autocast dtype.
 
-    Autocast alone would round router logits, so tokens would go to other experts, and leave fused experts in float32.
+    Autocast alone would leave fused experts in float32, and round router logits, which sends tokens to other experts.
     """
     for block in moe_blocks(model).values():
         experts: Any = block.experts

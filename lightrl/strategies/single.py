@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 Form = Literal["rectangles", "shared_rows", "packed"]
 
-# A packed row shares prefixes only if this leaves at most this fraction of its tokens: sharing copies keys and values.
+# A packed row shares prefixes only if at most this fraction of its tokens remains: sharing copies keys and values.
 _LARGEST_SHARED_FRACTION = 0.9
 
 # Predicting positions: their rows [N], columns [N] and states, which are hidden states [N, H] or logits [N, V].
@@ -116,7 +116,7 @@ class SingleModel:
     ) -> None:
         self.model = model
         self.settings = settings
-        self.num_cores = torch.get_num_threads()  # rollout_stage.py may set it to 1 later
+        self.num_cores = torch.get_num_threads()  # rollout_stage.py may limit torch to 1 thread later
         set_expert_precision(model)
         own_head = scalar_head(model)
         self.value_head = value_head if own_head is None else own_head
@@ -179,7 +179,7 @@ class SingleModel:
             torch.get_device_module(source).synchronize(source)
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
-        """Runs the forward pass; returns the head's results at their tokens, [B, T] or [B, T, K], 0 elsewhere."""
+        """Runs the forward pass; returns the head's results, [B, T] or [B, T, K], 0 outside the loss mask."""
         experience, join = branch_rows(experience)
         candidates = candidates if isinstance(candidates, int) else topk_candidates(experience)
         parts = [
@@ -219,7 +219,7 @@ class SingleModel:
         return can_share and not self.replays(experience) and not self._is_whole(experience)
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
-        """Returns the form for this microbatch, the cheapest by default, and the trees in the rows of each forward."""
+        """Returns the form for this microbatch, by default the cheapest, and its Plan."""
         if self.form == "rectangles" or self._is_whole(experience):
             return "rectangles", []
         on_cpu = experience.token_ids.device.type == "cpu"
@@ -253,8 +253,8 @@ class SingleModel:
         return experience.pixel_values is not None and vision_kind(self.model.config) == "bidirectional"
 
     def replays(self, experience: Experience) -> bool:
-        """Whether a forward over these tokens uses the experts that the engine chose."""
-        return self.routes is not None and experience.routes is not None
+        """Whether a forward pass over these tokens uses the experts that the engine chose."""
+        return self.routes is not None and self.routes.replays(experience)
 
     def states(self, experience: Experience) -> Iterator[States]:
         """Runs the model; yields the states of all predicting positions at once, or logits, one rectangle at a time.
@@ -308,7 +308,7 @@ class SingleModel:
             yield torch.zeros(0, dtype=torch.int64, device=device), experience.token_ids[:1, :1]
 
     def _packed(self, experience: Experience, tree: PrefixTree) -> States:
-        """Runs a tree of all rows in a packed row, or this rank's part of it; attention gets the segments' starts."""
+        """Runs all rows as one packed row, or this rank's part of it; `tree` contains all rows' segments."""
         device, group = experience.token_ids.device, self.context_group
         index, num = (0, 1) if group is None else (group.rank(), group.size())
         layout = packed(tree, experience.token_ids.shape)
@@ -330,9 +330,9 @@ class SingleModel:
         return rows, columns, output.last_hidden_state[0][indices]
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """Inside the context, a forward over the tokens at these rows and columns uses the engine's experts."""
-        if self.routes is None or experience.routes is None:
+        """Inside the context, a forward pass over the tokens at these positions uses the engine's experts."""
+        if self.routes is None or not self.routes.replays(experience):
             return nullcontext()
         if self.is_compiled:
             raise ValueError(NOT_COMPILED)
-        return self.routes.replaying(experience.routes[rows, columns].flatten(0, -2))
+        return self.routes.at(experience, rows, columns)

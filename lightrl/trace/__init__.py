@@ -1,7 +1,7 @@
 """Trace: records what each process did and when, while a trace is open.
 
 Reading order:
-    spans.py    `span` measures a block, and records it while a trace is open; memory of this process and the host
+    spans.py    `span` measures a block, and records it while a trace is open; reads the memory of process and host
 
 May import neither lightrl nor torch. `callbacks/trace/` opens the trace, writes its files and prints the summary;
 `lightrl inspect` shows the files. To trace a block, put `with span(...)` around it.

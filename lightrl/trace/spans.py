@@ -1,7 +1,7 @@
-"""Spans: `span` measures a block, and records it while a trace is open. Also measures memory of process and host.
+"""Spans: `span` measures a block, and records it while a trace is open. Also reads the memory of process and host.
 
-A span reads the clock twice and, with a trace, appends an event. That takes less than a microsecond. A span may contain
-an `await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
+A span reads the clock twice and, while a trace is open, appends an event, in less than a microsecond. It may contain an
+`await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -103,8 +103,7 @@ def in_microbatch_spans(
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
     """Wraps `loss` and `backward` to record an event per forward and backward; without a trace, returns them unchanged.
 
-    A forward lasts from the thread's last backward to the loss. On a GPU, these are times of the host, which only
-    launches the work.
+    A forward lasts from the thread's last backward to the loss. On a GPU, this is the time to launch the work.
     """
     if _tape is None or not _tape.is_recording:
         return loss, backward

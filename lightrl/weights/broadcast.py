@@ -108,7 +108,7 @@ def listen(host: str = "127.0.0.1") -> socket.socket:
 
 @contextlib.contextmanager
 def _gloo_interface(name: str | None) -> Iterator[None]:
-    """Context manager: inside it, new gloo groups use this network interface instead of the host name's."""
+    """Context manager in which new gloo groups use this network interface instead of the host name's."""
     if name is None or _GLOO_INTERFACE in os.environ:
         yield
         return

@@ -54,7 +54,6 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
 
     Args:
         parameters: read once; at most one parameter is read ahead of a bucket.
-        bucket_bytes: the largest size of a bucket.
 
     Returns:
         The buckets in order; `is_last` is true for the last one. If there are no parameters, one empty bucket.
@@ -72,6 +71,7 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
     yield Bucket(held, is_last=True)
 
 
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")  # training moves them by less than bfloat16 resolves
 OUTPUT_HEAD = "lm_head.weight"  # the output head's Hugging Face name in all families that tie it
 
 
@@ -79,7 +79,7 @@ class ServerForm:
     """Converts parameters to the dtype, names and quantization that a server loads, mostly one tensor at a time.
 
     Args:
-        dtype: the dtype for floating-point parameters, for example `torch.bfloat16`; None keeps the trainer's.
+        dtype: of floating-point parameters except routers' biases, such as `torch.bfloat16`; None keeps the trainer's.
         skip_names: Hugging Face names that the server does not load, such as the output head with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """
@@ -115,5 +115,5 @@ class ServerForm:
         ]
 
     def _dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        is_quantized = tensor.dtype == block_fp8.FP8 or name.endswith(block_fp8.SCALE)
-        return tensor.dtype if self.dtype is None or not tensor.is_floating_point() or is_quantized else self.dtype
+        is_kept = tensor.dtype == block_fp8.FP8 or name.endswith((block_fp8.SCALE, *ROUTER_BIASES))
+        return tensor.dtype if self.dtype is None or not tensor.is_floating_point() or is_kept else self.dtype

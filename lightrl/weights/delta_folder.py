@@ -65,10 +65,9 @@ NOTHING = Version("", -1, "")
 
 
 class DeltaFolder:
-    """Holds one version. No method may be called concurrently, except `write`.
+    """Holds one version in `root`: an empty folder, or an earlier DeltaFolder's. Nothing else may write there.
 
-    Args:
-        root: an empty folder, or the folder of an earlier DeltaFolder. Nothing else may write there.
+    No method may be called concurrently, except `write`.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -237,8 +236,8 @@ class DeltaFolder:
         return sums
 
     def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Names the folder after the version; if the digest differs, clears all and raises. `sums`: known checksums."""
-        all_sums = dict(sums or {})
+        """Names the folder after the version; if the digest is wrong, removes all files and raises DeltaError."""
+        all_sums = dict(sums or {})  # (parameter, chunk) → checksum; `sums` has those of chunks that a delta changed
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
         added = self._pool.map(lambda key: checksum(chunk(self._bits[key[0]], key[1])), missing)

@@ -100,11 +100,10 @@ _VOCABULARY_PADDING = 64
 
 
 class Digests:
-    """Hashes a version's buckets while they are transferred; copies only parts of incomplete tensors.
+    """Hashes a version's buckets while they are transferred; copies only the parts of incomplete tensors.
 
     Args:
         form: the dtype and names of the weights that are sent.
-        layouts: the servers' layouts.
         timeout_s: limit for hashing one bucket.
     """
 
@@ -150,11 +149,7 @@ class Digests:
                 self._parts[fused][index] = tuple(tensor.clone() for tensor in self._parts[fused][index])
 
     def wait(self) -> None:
-        """Waits until all buckets so far are hashed.
-
-        Raises:
-            WeightSyncError: if hashing takes longer than `timeout_s`.
-        """
+        """Waits until all buckets so far are hashed; raises WeightSyncError if that takes longer than `timeout_s`."""
         running, self._running = self._running, []
         for future in running:
             try:

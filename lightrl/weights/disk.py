@@ -46,7 +46,7 @@ class WeightFolder:
     removes what a killed writer left behind. Only one process may write.
 
     Args:
-        root: the versions' folder, created if missing; servers must be able to read it. A folder in /dev/shm is memory.
+        root: the versions' folder, created if missing; servers must be able to read it. /dev/shm keeps them in memory.
         config: the model's config, written next to the weights.
         form: the dtype and names that the servers need.
     """
@@ -57,11 +57,7 @@ class WeightFolder:
         self.form = form or ServerForm.of(config)
 
     def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
-        """Writes a version and returns its folder.
-
-        Raises:
-            WeightSyncError: if the disk is full or fails; earlier versions are kept.
-        """
+        """Writes a version; returns its folder. If the disk fails, raises WeightSyncError; earlier versions stay."""
         writer = self.begin(weight_version)
         try:
             for bucket in buckets:
@@ -256,7 +252,7 @@ class SharedFolder:
 
 
 class ShareWriter:
-    """Writes each of this rank's buckets to a file. The export is collective, so `record` reports a failure.
+    """Writes this rank's buckets to files. The export is collective, so a failure does not raise: `record` reports it.
 
     The constructor removes this rank's files of earlier versions.
     """
@@ -297,11 +293,7 @@ class ShareWriter:
 
 
 def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
-    """Returns the files in all ranks' records.
-
-    Raises:
-        WeightSyncError: if a rank failed; the message names the rank.
-    """
+    """Returns the files in all ranks' records; raises WeightSyncError, which names the rank, if a rank failed."""
     problems = [record["problem"] for record in records if record["problem"] is not None]
     if problems:
         raise WeightSyncError(f"{' '.join(problems)} The servers keep the old weights.")

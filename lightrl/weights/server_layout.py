@@ -24,7 +24,7 @@ class ServerLayout:
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel ranks
     is_cpu: bool = True
-    is_vllm: bool = False  # if False, SGLang, which pads sizes on a CPU and uses a different hash on a GPU
+    is_vllm: bool = False  # vLLM instead of SGLang, which pads sizes on a CPU and uses a different hash on a GPU
     ep: int = 1  # number of expert-parallel groups; the ranks in a group split each of the group's experts
 
     @property

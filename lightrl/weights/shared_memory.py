@@ -115,7 +115,7 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Context manager: inside it, torch shares memory by file name, because only children could receive descriptors."""
+    """Context manager in which torch shares memory by file name, because only children could receive descriptors."""
     sharing: Any = torch.multiprocessing  # untyped
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

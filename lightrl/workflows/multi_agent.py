@@ -2,8 +2,8 @@
 
     reset(prompt) ─► (agent, observation) ─► that agent's turn ─► step(completion) ─► (next agent, observation) ─► …
 
-Each agent has its own conversation: the prompt, what the environment shows it, and its own turns. T is the trajectory's
-number of tokens: the agents' conversations are concatenated, as branches of a tree that share no tokens.
+Each agent has its own conversation: the prompt, what the environment shows it, and its own turns. The trajectory
+concatenates these conversations, as branches of a tree that share no tokens.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role
 
 
 class AgentEnvironment(Environment):
-    """An environment in which several agents take turns; each trajectory gets a new one. For state, see Environment.
+    """An environment in which several agents take turns. As with Environment, each trajectory gets a new instance.
 
     `agents` lists their names, such as `("x", "o")`. Several agents of one role are named `solver/0`, `solver/1`, ….
-    If agents move simultaneously, ask one after the other, and show no moves until all have moved.
+    For simultaneous moves, ask the agents one after the other, and reveal no move until all have moved.
     """
 
     agents: Sequence[str] = ()
@@ -80,7 +80,7 @@ class MultiAgent(Workflow):
 
     The trajectory has the column `agents`, and rewards per token: an agent's reward is on the last token of its turn.
     Use the reward `lightrl.rewards.environment_reward`: the trajectory's reward is the sum over the agents that the
-    policy plays (0 in a zero-sum game without opponent), and each role's mean is logged as `rollout/reward_<role>`.
+    policy plays (0 in a zero-sum game without an opponent), and each role's mean is logged as `rollout/reward_<role>`.
     GRPO then compares an agent with the same agent in the other trajectories of its group, and agents of one role with
     each other within their episode. No trajectory contains an opponent's tokens.
 
@@ -119,8 +119,7 @@ class MultiAgent(Workflow):
         self.template.check_template("user", [])
         self._opponent: Opponent | None = None
         self._seat: Seat | None = None
-        first = self._new_environment()
-        self.continues = first.keeps_state
+        self.continues = self._new_environment().keeps_state
 
     @classmethod
     def check_settings(cls, **settings: Any) -> None:

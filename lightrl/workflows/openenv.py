@@ -37,7 +37,7 @@ class _Session(ToolServer):
         self._is_late = False  # the server has not yet answered a call that timed out
 
     async def ask(self, kind: str, data: JsonMapping) -> JsonObject:
-        """Returns the data of the server's answer. RolloutErrors have no cause, because the policy did not fail."""
+        """Returns the data of the server's answer. RolloutErrors have no cause, because the policy is not at fault."""
         if self._is_late:
             raise RolloutError(
                 f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
@@ -220,7 +220,8 @@ def _text_of(observation: JsonMapping, field: str | None) -> str | None:
         return json.dumps(fields, ensure_ascii=False) if fields else None
     if field not in observation:
         raise RolloutError(
-            f"observation={field!r} is no field of the server's observation. Set it to one of {', '.join(observation)}."
+            f"observation={field!r} is not a field of the server's observation. Set it to one of "
+            f"{', '.join(observation)}."
         )
     value = observation[field]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -243,8 +244,6 @@ def _action_fields(url: str) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def _tools_at(url: str) -> list[JsonObject]:
-    """Returns the schemas of the server's tools, in the format that chat templates expect."""
-
     async def ask() -> list[JsonObject]:
         session = _Session(url)
         try:

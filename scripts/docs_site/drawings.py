@@ -1,9 +1,9 @@
-"""The drawings of the documentation as SVG, without packages: colors follow the reader's light or dark scheme.
+"""Draws the documentation's SVG figures, in colors that follow the reader's light or dark scheme.
 
     python scripts/docs_site/drawings.py    # writes docs/drawings/*.svg
 
-A drawing is boxes at positions and arrows between their sides; a sequence is lanes and messages from top to bottom. To
-add one, write a function, add it to `DRAWINGS`, and name the file in a page: `![what it shows](drawings/name.svg)`.
+A drawing has boxes and arrows between their sides; a sequence diagram has lanes, and messages from top to bottom. To
+add one, write a function, add it to `DRAWINGS`, and show the file in a page: `![what it shows](drawings/name.svg)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "docs" / "drawings"
 LINE_HEIGHT = 18
-# A page of the site has the drawing inline, and its own stylesheet sets these colors for the chosen scheme.
+# The site's pages inline the drawings, and their stylesheet sets these colors for the chosen scheme.
 STYLE = """
 .drawing{--ink:#1f2328;--line:#57606a;--edge:#8c959f;--box:#ffffff;--area:#f0f2f7;--accent:#3949ab}
 .drawing{max-width:100%;height:auto}
@@ -34,7 +34,7 @@ STYLE = """
 
 
 class Drawing:
-    """Boxes, areas around them and arrows, in pixels from the top left."""
+    """Boxes, frames around them, and arrows. Coordinates are pixels from the top left."""
 
     def __init__(self, name: str, width: int, height: int, title: str) -> None:
         self.name, self.width, self.height, self.title = name, width, height, title
@@ -42,12 +42,12 @@ class Drawing:
         self._boxes: dict[str, tuple[float, float, float, float]] = {}
 
     def area(self, x: float, y: float, w: float, h: float, text: str) -> None:
-        """A dashed frame behind boxes, with its name at the top."""
+        """Adds a dashed frame behind boxes, with its name at the top."""
         self._parts.append(f'<rect class="area" x="{x}" y="{y}" width="{w}" height="{h}" rx="8"/>')
         self._text(x + 10, y + 20, [text], "title", anchor="start")
 
     def box(self, name: str, x: float, y: float, w: float, h: float, *lines: str, kind: str = "box") -> None:
-        """The first line is the name of what the box is; with further lines it is bold."""
+        """Adds a box. The first line of its text is the title, in bold if more lines follow."""
         self._boxes[name] = (x, y, w, h)
         self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{w}" height="{h}" rx="6"/>')
         top = y + h / 2 - LINE_HEIGHT * (len(lines) - 1) / 2 + 5
@@ -58,9 +58,9 @@ class Drawing:
             self._text(x + w / 2, top, lines)
 
     def arrow(self, start: str, end: str, label: str = "", *, both: bool = False, dashed: bool = False) -> None:
-        """From a side of a box to one of another, such as `a.r` to `b.l`: right, left, top, bottom.
+        """Adds an arrow between two boxes' sides (right, left, top, bottom), such as from `a.r` to `b.l`.
 
-        `a.r0.2` starts at a fifth of the side. Sides that do not face each other are joined by a corner.
+        `a.r0.2` starts at a fifth of the side. Between sides that do not face each other, the arrow has a corner.
         """
         (x1, y1, side1), (x2, y2, side2) = self._point(start), self._point(end)
         horizontal1, horizontal2 = side1 in "lr", side2 in "lr"
@@ -77,7 +77,7 @@ class Drawing:
         self._path(points, label, both=both, dashed=dashed)
 
     def message(self, x1: float, x2: float, y: float, label: str, *, dashed: bool = False) -> None:
-        """A horizontal arrow with its label above."""
+        """Adds a horizontal arrow with its label above."""
         self._path([(x1, y), (x2, y)], label, dashed=dashed)
 
     def line(self, x: float, y1: float, y2: float) -> None:

@@ -1,4 +1,4 @@
-"""What MkDocs cannot do alone: generated pages, drawings in the page's colors, links to files outside of docs/."""
+"""MkDocs hooks: generated pages, drawings in the page's colors, and links to files outside docs/."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import notebook_page  # noqa: E402
 import settings_page  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-_PAGES = {"../README.md": "index.md", "../examples/quickstart/quickstart.ipynb": "notebook.md"}  # files that are pages
-log = logging.getLogger("mkdocs.plugins.lightrl")  # in which a warning fails `mkdocs build --strict`
+# Files outside docs/ that have a page.
+_PAGES = {"../README.md": "index.md", "../examples/quickstart/quickstart.ipynb": "notebook.md"}
+log = logging.getLogger("mkdocs.plugins.lightrl")  # its warnings fail `mkdocs build --strict`
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -30,7 +31,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
-    """A link to a file of the repository becomes its path, which a reader of the site looks up there."""
+    """Replaces links to repository files, which the site does not contain, with the files' paths."""
 
     def path_of(link: re.Match[str]) -> str:
         text, path = link[1], link[2]
@@ -49,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 
 def on_page_content(content: str, page: Page, config: Any, files: Files) -> str:
-    """A drawing becomes part of the page, so that its colors follow the page's scheme and not the system's."""
+    """Inlines drawings, so that their colors follow the page's scheme and not the system's."""
 
     def inlined(image: re.Match[str]) -> str:
         return (ROOT / "docs" / "drawings" / image[1]).read_text(encoding="utf-8")

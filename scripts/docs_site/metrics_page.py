@@ -1,4 +1,4 @@
-"""The page of every metric that a run logs, from the table that `lightrl inspect` shows beside its curves.
+"""Generates the page of all metrics that a run logs, from the table that `lightrl inspect` shows beside its curves.
 
 python scripts/docs_site/metrics_page.py    # writes docs/reference/metrics.md
 """
@@ -26,14 +26,14 @@ _HEAD = ["| metric | unit | meaning | healthy | otherwise |", "|---|---|---|---|
 
 
 def metrics() -> dict[str, list[str]]:
-    """Name → unit, meaning, healthy value, what to do otherwise; `<x>` in a name stands for any word."""
+    """Returns name → [unit, meaning, healthy value, what to do otherwise]; `<x>` in a name stands for any word."""
     return json.loads(TABLE.read_text(encoding="utf-8").partition("METRICS = ")[2].strip().removesuffix(";"))
 
 
 def undescribed(names: set[str]) -> set[str]:
-    """Returns the names without a row of their own, such as a reward's, which share `rollout/<name>`.
+    """Returns the names that only a general row describes, such as `rollout/<name>` for a reward's metrics.
 
-    A validation's `val/<name>` is described by the row of training's `<group>/<name>` too.
+    The row of `<group>/<name>` also describes the validation's `val/<name>`.
     """
     rows = [re.sub("<.*?>", r"[^/]+", name) for name in metrics() if not name.endswith("/<name>")]
     rows += [f"val/{row.partition('/')[2]}" for row in rows]

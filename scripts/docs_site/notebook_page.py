@@ -1,4 +1,4 @@
-"""A notebook with its outputs as a page of the site."""
+"""Converts a notebook, with its outputs, to a page of the site."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def page(path: Path) -> str:
-    """Its cells as Markdown; pictures are part of the page."""
+    """Returns the notebook's cells as Markdown, with embedded pictures."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return "\n\n".join(part for cell in cells for part in _parts(cell))
 

@@ -1,4 +1,4 @@
-"""Pages of every YAML setting with its default, read from the constructors, which are the configuration.
+"""Generates the pages of all YAML settings and their defaults from the constructors, which are the configuration.
 
 python scripts/docs_site/settings_page.py    # prints them as Markdown
 """
@@ -31,7 +31,7 @@ _OTHERS = {
         SupervisedModule, Task, Timeouts,
     )
 }  # fmt: skip
-# A page for each package: file → its title, where its classes stand in a run's YAML, and their names.
+# file name → the page's title, the YAML section of its classes, and their names
 PAGES = {
     "trainer": ("Trainer", "trainer", ["Trainer"]),
     "engines": ("Engines", "trainer.engine", ["LocalEngine", "SGLangEngine", "VLLMEngine", "ServerEngine", "Timeouts"]),
@@ -55,7 +55,7 @@ _NO_DEFAULT = inspect.Parameter.empty
 
 @dataclasses.dataclass
 class Setting:
-    """One constructor argument of a class, or of the one that it inherits it from."""
+    """A constructor argument, defined by the class itself or by one of its base classes (`home`)."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ class Setting:
 
 
 def settings_of(cls: type) -> list[Setting]:
-    """Its own first, then those that it hands to its base classes of lightrl."""
+    """Returns the class's own settings, then those that it passes on to its base classes in lightrl."""
     settings: dict[str, Setting] = {}
     homes = [home for home in cls.__mro__ if home.__module__.startswith("lightrl.")]
     texts = {name: text for home in reversed(homes) for name, text in _texts(home).items() if text}
@@ -85,17 +85,16 @@ def settings_of(cls: type) -> list[Setting]:
 
 
 def pages() -> dict[str, str]:
-    """Markdown by name of the file, without its ending."""
+    """Returns file name without suffix → Markdown."""
     return {file: _page(*page) for file, page in PAGES.items()}
 
 
 def class_of(name: str) -> type:
-    """The class of this name on a page."""
     return _OTHERS.get(name) or getattr(lightrl, name)
 
 
 def with_fields(markdown: str) -> str:
-    """Replaces `<!-- fields: Class -->` by a table of the data class's fields, with the comment behind each."""
+    """Replaces `<!-- fields: Class -->` with a table of the data class's fields and their comments."""
 
     def table(mark: re.Match[str]) -> str:
         rows = [f"| `{one.name}` | {_cell(one.text)} |" for one in settings_of(getattr(lightrl, mark[1]))]
@@ -151,7 +150,7 @@ def _class_lines(cls: type, name: str, on_page: list[str]) -> Iterator[str]:
 
 
 def _link(name: str, on_page: list[str]) -> str:
-    """The name of a class, linked to its settings where a page has them."""
+    """Returns the class's name, linked to its settings if a page has them."""
     file = next((file for file, (_, _, names) in PAGES.items() if name in names), None)
     if file is None:
         return name
@@ -159,7 +158,7 @@ def _link(name: str, on_page: list[str]) -> str:
 
 
 def _texts(home: type) -> dict[str, str]:
-    """Setting → its text in the class's `Args:`, where one line may name several, or behind a data class's field."""
+    """Returns setting → text from the class's `Args:` (a line may name several) or from a data class's comments."""
     described = docstring_parser.parse(inspect.getdoc(home) or "", docstring_parser.DocstringStyle.GOOGLE).params
     texts: dict[str, str] = {}
     if dataclasses.is_dataclass(home):
@@ -171,7 +170,7 @@ def _texts(home: type) -> dict[str, str]:
 
 
 def _default(home: type, parameter: inspect.Parameter) -> Any:
-    """A data class's default factory is called: `<factory>` tells a reader nothing."""
+    """Returns the default. Calls a data class's default factory, since `<factory>` would tell a reader nothing."""
     if dataclasses.is_dataclass(home):
         field = next((one for one in dataclasses.fields(home) if one.name == parameter.name), None)
         if field is not None and field.default_factory is not dataclasses.MISSING:
@@ -189,7 +188,7 @@ def _name(annotation: Any) -> str:
 
 
 def _code(text: str) -> str:
-    """As code in a cell, where Markdown's own would show the backslash before a bar."""
+    """Formats code in a table cell as HTML, since Markdown's code would show the backslash before a bar."""
     return f"<code>{html.escape(_cell(text)).replace(chr(92) + '|', '&#124;')}</code>"
 
 

@@ -1,11 +1,11 @@
-"""Builds a Python environment for an environment package whose versions cannot be ours, once, and prints its python.
+"""Builds, once, a Python environment for a package whose requirements conflict with ours; prints its interpreter.
 
     python scripts/environments/build.py openenv      107 packages, 283 MB
     python scripts/environments/build.py verifiers    94 packages, 212 MB
-    python scripts/environments/build.py --check openenv    only find it; exit code 1 if it is not there
+    python scripts/environments/build.py --check openenv    exit with code 1 if it is not built
 
-It lies in `~/.cache/lightrl/<name>-<hash of its requirements and the Python version>` (another folder instead of
-`~/.cache/lightrl` by LIGHTRL_ENVIRONMENTS_CACHE). See scripts/cached_folder.py. Standard library only.
+The folder is `~/.cache/lightrl/<name>-<hash of the requirements and the Python version>`; LIGHTRL_ENVIRONMENTS_CACHE
+replaces `~/.cache/lightrl`. See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations

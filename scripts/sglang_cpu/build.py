@@ -1,11 +1,11 @@
-"""Builds the Python environment in which SGLang serves on this machine's CPU, once, and prints its python.
+"""Builds, once, the Python environment in which SGLang serves on this machine's CPU; prints its interpreter.
 
-    python scripts/sglang_cpu/build.py            build it, or find it built
-    python scripts/sglang_cpu/build.py --check    only find it; exit code 1 if it is not there
+    python scripts/sglang_cpu/build.py            build it unless it is built
+    python scripts/sglang_cpu/build.py --check    exit with code 1 if it is not built
 
-It lies in `~/.cache/lightrl/sglang-cpu-<hash>` (2.6 GB; another folder instead of `~/.cache/lightrl` by
-LIGHTRL_SGLANG_CACHE). The hash is that of the requirements, the plugin beside this file and the Python version.
-`sglang-cpu` beside it points to the newest, where lightrl looks. See scripts/cached_folder.py. Standard library only.
+The folder is `~/.cache/lightrl/sglang-cpu-<hash>` (2.6 GB); LIGHTRL_SGLANG_CACHE replaces `~/.cache/lightrl`. The hash
+covers the requirements, the plugin next to this file and the Python version. lightrl uses the link `sglang-cpu` next to
+the folder, which points to the latest build. See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Checks a folder of tasks with their own solutions: the tests must give 1 to each solution, and 0 to no work at all.
+"""Checks a folder of tasks: a task's tests must reward its solution with 1, and an agent that does nothing with 0.
 
     python scripts/task_folders/solve.py my-tasks                      in this machine's sandbox
     python scripts/task_folders/solve.py my-tasks --runtime podman
 
-A task with another result is printed with its rewards. Use it before training: the policy can earn nothing where the
-solution fails, and learns nothing where an empty agent passes.
+Prints each task with other rewards. Run it before training: where the solution fails, the policy can earn nothing;
+where an agent that does nothing passes, it learns nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NUM_AT_ONCE = 2
 
 
 async def reward_of(task: TaskFolder, runtime: str, network: str, *, solved: bool) -> tuple[float, str]:
-    """Returns the reward of a task's solution or of an agent that does nothing, and how the solution failed or ''."""
+    """Returns the reward of a task's solution, or of an agent that does nothing, and what failed ("" if nothing)."""
     verifier = Verifier(network=network)
     fields = {"task_folder": str(task.folder), "runtime": runtime, "agent_timeout_s": task.timeout_s("agent")}
     prompt = Prompt(task.folder.name, messages=[], fields=fields)

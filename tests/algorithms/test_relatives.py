@@ -226,6 +226,10 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
     assert minibatch_gradient(module, minibatch)[1]["loss"] == pytest.approx(expected, rel=1e-4)
 
 
+def gdpo(reward_weights: dict[str, float], **settings: Any) -> GDPO:
+    return GDPO(tiny_spec(), reward=len, reward_weights=reward_weights, **settings)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -241,9 +245,13 @@ def test_sapo_has_the_papers_loss_token_by_token() -> None:
         (lambda: OAPL(tiny_spec(), reward=len, beta=0.0), "beta must be above 0"),
         (lambda: OAPL(tiny_spec(), reward=len, group_size=1), "group_size must be at least 2"),
         (lambda: DPPO(tiny_spec(), reward=len, max_nats=0.0), "max_nats must be above 0"),
+        (lambda: gdpo({}), "at least one reward a finite weight"),
+        (lambda: gdpo({"a": math.nan}), "at least one reward a finite weight"),
+        (lambda: gdpo({"a": 1.0}, overlong_penalty=OverlongPenalty(4)), "no effect with GDPO"),
     ],
-    ids=["a flat gate", "no threshold", "a guess under M2PO's mask", "no β", "a group of one", "no distance"],
-)
+    ids=["a flat gate", "no threshold", "a guess under M2PO's mask", "no β", "a group of one", "no distance",
+         "no rewards", "a weight of NaN", "a penalty that cannot count"],
+)  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
@@ -252,14 +260,9 @@ def test_settings_that_make_no_sense_are_refused(make: Callable[[], GRPO], messa
 @pytest.mark.parametrize(
     ("algorithm", "setting"),
     [
-        (DrGRPO, {"advantage_std": "group"}),
-        (GSPO, {"ratio_level": "token"}),
-        (CISPO, {"dual_clip": 3.0}),
-        (SAPO, {"clip_high": 0.2}),
-        (OAPL, {"decoupled": True}),
-        (OAPL, {"advantage_mean": "batch"}),
-        (DPPO, {"clip_low": 0.2}),
-        (ReinforcePlusPlus, {"advantage_std": None}),
+        *[(DrGRPO, {"advantage_std": "group"}), (GSPO, {"ratio_level": "token"}), (CISPO, {"dual_clip": 3.0})],
+        *[(SAPO, {"clip_high": 0.2}), (OAPL, {"decoupled": True}), (OAPL, {"advantage_mean": "batch"})],
+        *[(DPPO, {"clip_low": 0.2}), (ReinforcePlusPlus, {"advantage_std": None})],
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else next(iter(value)),
 )
@@ -314,7 +317,7 @@ def test_several_rewards_are_normalized_by_themselves_before_they_are_added() ->
         for group in (slice(0, 3), slice(3, 5))
         for one, other in zip(normalized(right[group]), normalized(short[group]), strict=True)
     ]
-    module = GDPO(tiny_spec(), reward=len, reward_weights={"right": 1.0, "short": 0.5})
+    module = gdpo({"right": 1.0, "short": 0.5})
     experience = experience_with([9.0] * 5, ids)
     rows = random_trajectories(num_groups=5, group_size=1)
     for row, one, other in zip(rows, right, short, strict=True):
@@ -327,16 +330,3 @@ def test_several_rewards_are_normalized_by_themselves_before_they_are_added() ->
     del rows[3].metrics["short"]
     with pytest.raises(ValueError, match=r"has no 'short', which reward_weights names; it has \['right', 'unused'\]"):
         call.run(experience, rows)
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"reward_weights": {}}, "at least one reward a finite weight"),
-        ({"reward_weights": {"a": math.nan}}, "at least one reward a finite weight"),
-        ({"reward_weights": {"a": 1.0}, "overlong_penalty": OverlongPenalty(4)}, "no effect with GDPO"),
-    ],
-)
-def test_rewards_that_cannot_count_are_refused(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        GDPO(tiny_spec(), reward=len, **settings)

@@ -221,10 +221,7 @@ def test_a_microbatch_counts_the_tokens_that_the_model_reads() -> None:
 
 def test_the_rows_of_a_microbatch_are_counted_alike_before_it_is_dense() -> None:
     experience = Experience.from_trajectories([tree_of(0, 0, 1.0), line_of(0, 1, 0.0), line_of(1, 0, 0.0)])
-    for of_all, expected in (
-        (experience, [[4, 6, 4], [4], [2]]),
-        (experience.without(["gaps"]), [[10, 4], [4], [2]]),
-    ):
+    for of_all, expected in ((experience, [[4, 6, 4], [4], [2]]), (experience.without(["gaps"]), [[10, 4], [4], [2]])):
         parts = Microbatches(ShardedExperience.of(of_all), [[0, 2], [1], []], torch.device("cpu"))
         assert lengths_of(parts) == lengths_of(list(parts)) == expected
 

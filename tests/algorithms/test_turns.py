@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import random_experience, tiny_spec
+from tiny import QUIET, random_experience, tiny_spec
 
 from lightrl.algorithms import GiGPO
+from lightrl.data import Task
 from lightrl.experience import Experience
-from lightrl.workflows import MultiTurn
+from lightrl.rewards import environment_reward
+from lightrl.trainer import Trainer
+from lightrl.trajectory import Trajectory
+from lightrl.workflows import MultiTurn, SingleTurn
 
 # (group, [(observation, reward)] of each turn): two groups, with observations that meet across trajectories or repeat.
 EPISODES = [
@@ -108,6 +112,38 @@ def test_a_workflow_that_discounts_is_refused_however_it_is_made() -> None:
         module.tokenizer = None
         with pytest.raises(ValueError, match="must be 1 with GiGPO") if discount != 1 else contextlib.nullcontext():
             assert module.configure_workflow() is built
+
+
+def one_number(trajectory: Trajectory) -> float:
+    return float(len(trajectory.turns))
+
+
+def values(trajectory: Trajectory) -> "dict[str, Any]":
+    return {"rewards": trajectory.rewards}
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "problem"),
+    [
+        ({"reward": one_number}, {}, "the reward returns one number for a trajectory"),
+        ({"workflow": functools.partial(SingleTurn)}, {}, "SingleTurn has none"),
+        ({"workflow": SingleTurn}, {}, "SingleTurn has none"),
+        ({}, {}, None),
+        ({"reward": values}, {}, None),
+        ({"reward": one_number}, {"tasks": {"games": Task(reward=environment_reward)}}, None),
+        ({"reward": one_number}, {"recorded_groups": []}, None),
+    ],
+)
+def test_a_run_without_rewards_of_turns_is_refused_before_a_model_is_built(
+    settings: dict[str, Any], data: dict[str, Any], problem: str | None
+) -> None:
+    module = GiGPO(tiny_spec(), **{"reward": environment_reward, "workflow": MultiTurn, **settings})
+    trainer: Any = Trainer(**QUIET)
+    trainer.datamodule = SimpleNamespace(**data)
+    module.trainer = trainer
+    refused = pytest.raises(ValueError, match=f"needs turns and their rewards, but {problem}")
+    with refused if problem else contextlib.nullcontext():
+        module.setup("fit")
 
 
 def test_trajectories_without_turns_are_refused() -> None:

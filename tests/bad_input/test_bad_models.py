@@ -16,14 +16,9 @@ from lightrl.models.model_spec import loading
 pytestmark = pytest.mark.bad_input
 
 CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 30,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}
+    "model_type": "llama", "vocab_size": 30, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
 WEIGHTS = "model.safetensors"
 
 

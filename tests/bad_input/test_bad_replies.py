@@ -184,10 +184,7 @@ def test_an_answer_that_would_fill_the_memory_is_refused(tells_length: bool, mon
 @pytest.mark.parametrize("reply", [[], 3, "text", {"meta_info": 3, "usage": 3, "vllm_config": 3}], ids=str)
 @pytest.mark.parametrize(
     "ask",
-    [
-        lambda client: client.logprobs([1, 2]),
-        lambda client: client.num_cached([1], "r", "key", timeout_s=9.0),
-    ],
+    [lambda client: client.logprobs([1, 2]), lambda client: client.num_cached([1], "r", "key", timeout_s=9.0)],
     ids=["logprobs", "num_cached"],
 )
 @pytest.mark.parametrize("client_type", [SGLangClient, VLLMClient])

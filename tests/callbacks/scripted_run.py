@@ -21,7 +21,7 @@ class ScriptedTrainer(L.Trainer):
 
     def __init__(self, *, max_staleness: int = 0, **settings: Any) -> None:
         quiet = {"accelerator": "cpu", "enable_model_summary": False, "log_every_n_steps": 1, "logger": False}
-        super().__init__(**{**quiet, **settings})
+        super().__init__(**{**quiet, "enable_checkpointing": False, **settings})
         self.phase_seconds = {"rollout": 2.0, "score": 0.0, "update": 0.5, "sync": 0.25}
         self.rollout = SimpleNamespace(
             settings=RolloutSettings(max_staleness=max_staleness),
@@ -88,7 +88,7 @@ def batches(num: int) -> torch.Tensor:
 
 def run(make_groups: MakeGroups, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> ScriptedTrainer:
     """Runs so many iterations of one epoch; `settings` are the trainer's."""
-    defaults = {"max_steps": num_iterations, "enable_progress_bar": False, "enable_checkpointing": False}
+    defaults = {"max_steps": num_iterations, "enable_progress_bar": False}
     trainer = ScriptedTrainer(callbacks=list(callbacks), **{**defaults, **settings})
     trainer.fit(ScriptedModule(make_groups), batches(num_iterations))
     return trainer

@@ -55,16 +55,10 @@ def test_tokens_that_are_sampled_otherwise_are_evidence_after_some_hundred(asked
 def completed(token_ids: list[int], logprobs: list[float], versions: list[int] | None = None) -> Trajectory:
     """A trajectory of a prompt of one token and this completion."""
     return Trajectory(
-        prompt=Prompt("p", token_ids=[3]),
-        group_id=0,
-        sample=0,
-        token_ids=[3, *token_ids],
-        loss_mask=[False, *[True] * len(token_ids)],
-        behavior_logprobs=[0.0, *logprobs],
-        weight_versions=[-1, *(versions or [4] * len(token_ids))],
-        completion_ids=token_ids,
-        completion="",
-    )
+        prompt=Prompt("p", token_ids=[3]), group_id=0, sample=0, token_ids=[3, *token_ids],
+        loss_mask=[False, *[True] * len(token_ids)], behavior_logprobs=[0.0, *logprobs],
+        weight_versions=[-1, *(versions or [4] * len(token_ids))], completion_ids=token_ids, completion="",
+    )  # fmt: skip
 
 
 def test_equal_completions_are_evidence_by_the_logprob_of_all_but_one():

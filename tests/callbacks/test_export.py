@@ -37,10 +37,8 @@ class Module(ScriptedModule):
 
 
 def fit(module: Module, export: HuggingFaceExport, num_iterations: int = 2, **settings: Any) -> None:
-    trainer = ScriptedTrainer(
-        callbacks=[export], max_steps=num_iterations, enable_progress_bar=False, enable_checkpointing=False, **settings
-    )
-    trainer.fit(module, batches(num_iterations))
+    flags = {"callbacks": [export], "max_steps": num_iterations, "enable_progress_bar": False}
+    ScriptedTrainer(**flags, **settings).fit(module, batches(num_iterations))
 
 
 def weights_at(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,12 +22,8 @@ def one_group(iteration: int) -> list[Group]:
 
 
 def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **settings):
-    trainer = ScriptedTrainer(
-        callbacks=[RolloutMetrics(), curve, *callbacks],
-        max_epochs=max_epochs,
-        enable_progress_bar=False,
-        **{"default_root_dir": folder, "enable_checkpointing": False, **settings},
-    )
+    flags = {"default_root_dir": folder, "enable_progress_bar": False, "max_epochs": max_epochs, **settings}
+    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), curve, *callbacks], **flags)
     trainer.fit(module or ValidatedModule(one_group), batches(2), batches(1), ckpt_path=ckpt_path, weights_only=True)
     return trainer
 

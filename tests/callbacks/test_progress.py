@@ -30,7 +30,7 @@ def one_group(_: int) -> list[Group]:
 
 
 def fit(bar: RolloutProgressBar, *, num_batches: int = 4, validate: bool = False, **settings: Any) -> ScriptedTrainer:
-    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), bar], enable_checkpointing=False, **settings)
+    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), bar], **settings)
     module = ValidatedModule(one_group) if validate else ScriptedModule(one_group)
     trainer.fit(module, batches(num_batches), batches(1) if validate else None)
     return trainer
@@ -51,9 +51,7 @@ def test_two_lines_show_the_run_and_the_phase(terminal: Terminal) -> None:
 
 
 def test_the_phase_line_says_for_how_many_slow_groups_it_waits(terminal: Terminal) -> None:
-    trainer = ScriptedTrainer(
-        callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_steps=1
-    )
+    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), RolloutProgressBar()], max_steps=1)
     trainer.rollout.progress = lambda: {"skipped_prompts": 0, "stragglers": 2}
     with redirect_stdout(terminal):
         trainer.fit(ScriptedModule(one_group), batches(1))
@@ -78,7 +76,7 @@ def test_the_run_folder_starts_a_line_of_its_own_after_ctrl_c(terminal: Terminal
         return one_group(iteration)
 
     callbacks = [RolloutMetrics(), LearningCurve(), RolloutProgressBar()]
-    trainer = ScriptedTrainer(callbacks=callbacks, max_steps=4, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer = ScriptedTrainer(callbacks=callbacks, max_steps=4, default_root_dir=tmp_path)
     with redirect_stdout(terminal), pytest.raises(SystemExit):
         trainer.fit(ScriptedModule(interrupt), batches(4))
     lines = terminal.getvalue().replace("\r", "\n").replace("\x1b[A", "").splitlines()
@@ -138,15 +136,9 @@ def test_no_terminal_gives_a_line_of_the_phase_in_which_a_long_iteration_is(caps
     lines = capsys.readouterr().out.splitlines()
     first = lines[: lines.index(next(line for line in lines if line.startswith("in iteration 2")))]
     assert first == [
-        "in iteration 1, rollout",
-        "in iteration 1, rollout: 1/2",
-        "in iteration 1, rollout: 2/2",
-        "in iteration 1, scores",
-        "in iteration 1, update: 0/2",
-        "in iteration 1, update: 1/2",
-        "in iteration 1, update: 1/2",
-        "in iteration 1, update: 2/2",
-        "in iteration 1, weight sync",
+        *["in iteration 1, rollout", "in iteration 1, rollout: 1/2", "in iteration 1, rollout: 2/2"],
+        *["in iteration 1, scores", "in iteration 1, update: 0/2", "in iteration 1, update: 1/2"],
+        *["in iteration 1, update: 1/2", "in iteration 1, update: 2/2", "in iteration 1, weight sync"],
     ]
 
 
@@ -172,9 +164,7 @@ def test_a_resumed_run_counts_on_from_where_it_stopped(terminal: Terminal, tmp_p
         first = fit(RolloutProgressBar(), max_steps=2)
     first.save_checkpoint(tmp_path / "two.ckpt")
     terminal.truncate(0)
-    resumed = ScriptedTrainer(
-        callbacks=[RolloutMetrics(), RolloutProgressBar()], enable_checkpointing=False, max_epochs=2
-    )
+    resumed = ScriptedTrainer(callbacks=[RolloutMetrics(), RolloutProgressBar()], max_epochs=2)
     with redirect_stdout(terminal):
         resumed.fit(ScriptedModule(one_group), batches(2), ckpt_path=tmp_path / "two.ckpt")
     assert "2/4" in terminal.getvalue()

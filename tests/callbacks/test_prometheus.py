@@ -35,9 +35,7 @@ class Scrape(Callback):
 
 
 def fit(*callbacks: Any) -> None:
-    trainer = ScriptedTrainer(
-        callbacks=[RolloutMetrics(), *callbacks], max_epochs=1, enable_progress_bar=False, enable_checkpointing=False
-    )
+    trainer = ScriptedTrainer(callbacks=[RolloutMetrics(), *callbacks], max_epochs=1, enable_progress_bar=False)
     trainer.fit(ValidatedModule(lambda iteration: make_groups([[1.0, float(iteration)]])), batches(2), batches(1))
 
 

@@ -24,10 +24,8 @@ class HalfAnHour(Callback):
 
 
 def fit(tmp_path: Any, cost: RunCost, clock: HalfAnHour, *, max_epochs: int = 1, ckpt_path: Any = None) -> Any:
-    trainer = ScriptedTrainer(
-        default_root_dir=tmp_path, callbacks=[clock, cost], max_epochs=max_epochs, enable_progress_bar=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    flags = {"default_root_dir": tmp_path, "callbacks": [clock, cost], "enable_progress_bar": False}
+    trainer = ScriptedTrainer(max_epochs=max_epochs, **flags)
     module = ScriptedModule(lambda iteration: make_groups([[1.0, 0.0]]))
     trainer.fit(module, batches(2), ckpt_path=ckpt_path, weights_only=False)
     return trainer

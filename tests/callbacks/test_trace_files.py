@@ -117,7 +117,7 @@ def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> Non
     assert found["overlap_gain"] == pytest.approx(10 / 6)  # what is not rollout, 6 s, is then the longer half
     text = summary_text(found)
     assert "Look first at rollout: without it an iteration would be 1.67x as fast." in text
-    assert "For 25% of it, fewer than half of the generations ran" in text
+    assert "For 25% of the rollout, fewer than half of the generations ran" in text
     overlapped = summary_of(times, overlaps=True)
     assert overlapped is not None
     assert "StalenessControl" not in summary_text(overlapped)

@@ -131,14 +131,26 @@ def test_without_answers_whatever_earns_more_than_nothing_is_shown():
     assert found == {"an empty completion": "0 of 1", "the prompt again": "0 of 1", "a program that exits": "1 of 1"}
 
 
-def test_the_command_attacks_the_reward_of_a_config_without_a_model(settings, config, capsys):
-    lines = [json.dumps({"question": f"{n}", "answer": f"{n}"}) for n in range(2, 5)]
-    Path("rows.jsonl").write_text("\n".join(lines))
+OWN = {"path": ".", "trust_remote_code": True, "tokenizer": "lightrl.commands.doctor.command.byte_tokenizer"}
+
+
+@pytest.mark.parametrize("policy", [None, "runs/sft/export", {"model": "nobody/a-model", "lr": 0.1}, OWN])
+def test_the_command_attacks_the_reward_of_a_config_without_a_model(policy, settings, config, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", "cache")
+    Path("rows.jsonl").write_text("\n".join(json.dumps({"question": f"{n}", "answer": f"{n}"}) for n in range(2, 5)))
+    Path("code_of_policy.py").write_text("import transformers\nclass Config(transformers.Qwen3Config): ...")
+    Path("config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code_of_policy.Config"}}')
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "rows.jsonl", "batch_size": 1}}
     settings["model"]["init_args"]["reward"] = "weak_rewards.says_the_answer"
     settings["model"]["init_args"]["policy"]["config"]["vocab_size"] = 3  # too few: no model could be made
+    if policy is not None:
+        settings["model"]["init_args"]["policy"] = policy
+    if is_missing := policy not in (None, OWN):  # texts are written as bytes, to which limits on tokens do not apply
+        settings["model"]["init_args"]["sampling"] = {"max_new_tokens": 40_000}
+        settings["data"]["init_args"].update(min_prompt_tokens=2, chat_template_kwargs={"enable_thinking": False})
     assert main(["doctor", "reward", "--config", config(settings), "--completions", "attacks"]) == 1
-    said = capsys.readouterr().out
+    said, errors = capsys.readouterr()
+    assert ("The policy cannot be loaded" in errors) == is_missing
     assert said.startswith("\ncompletion")
     assert re.search(r"^the data's answer +3 of 3$", said, re.MULTILINE)
     assert re.search(r"^the prompt again +3 of 3 ", said, re.MULTILINE)

@@ -12,22 +12,13 @@ import torch
 import yaml
 from chat_texts import CHATML, chat_tokenizer
 from jsonargparse import get_loader
-from parsed import parsed
+from parsed import BuildingOnly, BuiltError, parsed
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
 from lightrl.commands.config_layers import UsageError, UserSettings, merge, yaml_of
 from lightrl.commands.main import main
 from lightrl.commands.serve import settings_of
-
-
-class _BuiltError(Exception):
-    pass
-
-
-class _BuildingOnly(LightRLCLI):
-    def before_fit(self) -> None:
-        raise _BuiltError(self.model, self.trainer)
 
 
 def pipe(name: str, text: str) -> str:
@@ -97,8 +88,8 @@ def test_the_tools_of_a_configuration_are_as_the_page_on_environments_shows(sett
     text, *_ = re.findall(r"```yaml\n(.*?ToolEnvironment.*?)```", page.partition("## Tools")[2], re.DOTALL)
     text = text.replace("my_project.tools.search", "lightrl.workflows.tools.python")
     config(yaml.safe_load(text), "tools.yaml")
-    with pytest.raises(_BuiltError) as built:
-        _BuildingOnly(["fit", "--config", config(settings), "--config", "tools.yaml"])
+    with pytest.raises(BuiltError) as built:
+        BuildingOnly(["fit", "--config", config(settings), "--config", "tools.yaml"])
     environment = built.value.args[0].workflow(chat_tokenizer(CHATML)).make_environment()
     assert (list(environment.tools), environment.max_calls) == (["python", "calculator"], 2)
 
@@ -256,8 +247,8 @@ def test_quoted_texts_reach_constructors_and_files_of_a_run_as_they_are(settings
     saved = "lightning_logs/version_0/config.yaml"
     assert main(["fit", "--config", "run.yaml"]) == 0
     for path in ("run.yaml", saved):
-        with pytest.raises(_BuiltError) as built:
-            _BuildingOnly(["fit", "--config", path])
+        with pytest.raises(BuiltError) as built:
+            BuildingOnly(["fit", "--config", path])
         module, trainer = built.value.args
         keeps = next(callback for callback in trainer.callbacks if type(callback).__name__ == "Keeps")
         for built_with, expected in (
@@ -279,10 +270,7 @@ def test_quoted_texts_reach_constructors_and_files_of_a_run_as_they_are(settings
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (
-            ['.command=["sh", "-c", "echo \\"a\\\\n\\" it\'s\\n"]'],
-            {"command": ["sh", "-c", 'echo "a\\n" it\'s\n']},
-        ),
+        (['.command=["sh", "-c", "echo \\"a\\\\n\\" it\'s\\n"]'], {"command": ["sh", "-c", 'echo "a\\n" it\'s\n']}),
         (['.inner.command=[sh, -c, 1e5, "null"]'], {"command": ["sh", "-c", "1e5", "null"]}),
         (
             ['.inner.values={"a": null, "b": "null", "c": "x\\ny", "d": 1e-5}'],

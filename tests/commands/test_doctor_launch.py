@@ -203,6 +203,7 @@ def slurm(tmp_path_factory):
 class TestOnSlurm:
     pytestmark = on_slurm
 
+    @pytest.mark.extra
     def test_three_hosts_reach_each_other_and_share_the_runs_folder(self, slurm, launched, tmp_path):
         code, output = checked_on(slurm, tmp_path, launched)
         assert code == 0, output

@@ -110,13 +110,21 @@ def test_prompts_of_both_splits_and_repeated_ones_are_counted(settings, config, 
     assert statuses(text)["data"] == {"ok", "warning"}
 
 
+def test_the_trial_validates_part_of_a_batch_that_is_the_whole_validation_set(settings, config, monkeypatch):
+    monkeypatch.setattr(sys.modules[Trial.__module__], "MAX_VALIDATION_PROMPTS", 3)
+    sizes = []
+    monkeypatch.setattr(Trial, "on_validation_batch_end", lambda *args: sizes.append(len(args[4])))
+    assert main(["doctor", "run", "--config", config(settings)]) == 0
+    assert sizes == [3]  # of 8
+
+
 def test_a_warning_about_the_data_is_printed_once(settings, config, capsys):
     name = config(with_rows(settings, ["1", "2", "3", "4"], ["5"], bad_rows="drop", max_bad_fraction=0.5))
     Path("train.jsonl").write_text(Path("train.jsonl").read_text() + "\nnot JSON\n")
     assert main(["doctor", "run", "--config", name]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert len(lines) == len(set(lines))
-    assert [line for line in lines if "Dropped 1 bad of 5 train rows" in line]
+    assert [line for line in lines if "Dropped 1 of 5 train rows as bad" in line]
 
 
 def test_the_data_alone_are_compared_too(settings, config, capsys):

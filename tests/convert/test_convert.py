@@ -207,11 +207,8 @@ def test_the_end_of_a_decay_is_dropped_where_the_learning_rate_is_constant(kind)
 
 
 SPEC = {
-    "image": "a.sif",
-    "mount": "/data:/data",
-    "env_vars": {"NCCL_DEBUG": "INFO"},
-    "additional_bash_cmds": ["ulimit -l"],
-}
+    "image": "a.sif", "mount": "/data:/data", "env_vars": {"NCCL_DEBUG": "INFO"}, "additional_bash_cmds": ["ulimit -l"],
+}  # fmt: skip
 CONTAINER = "apptainer exec --nv --bind /data:/data a.sif"
 
 
@@ -329,7 +326,7 @@ def test_a_file_that_is_no_configuration_ends_with_2(text, message, tmp_path, ca
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("allocation_mode", "sglang:d4+megatron:d2p2c2"),  # context parallel in a pipeline
+        ("allocation_mode", "sglang:d4+megatron:(attn:d4|ffn:d1t2e2)"),  # tensor parallel experts
         ("allocation_mode", "nonsense"),
         ("allocation_mode", 3),
         ("seed", "${no.such.key}"),
@@ -346,17 +343,9 @@ def test_a_value_that_cannot_be_read_is_listed(key, value):
     ("areal", "key", "is_converted"),
     [
         (actor(reward_scaling=10.0), "actor.reward_scaling", True),
-        (
-            actor(reward_scaling=10.0, adv_norm=norm("batch", "batch")),
-            "actor.reward_scaling",
-            True,
-        ),
+        (actor(reward_scaling=10.0, adv_norm=norm("batch", "batch")), "actor.reward_scaling", True),
         (actor(reward_bias=-1.0, reward_norm=norm("group", None)), "actor.reward_bias", True),
-        (
-            actor(reward_scaling=2.0, reward_norm=norm("group", None)),
-            "actor.reward_scaling",
-            True,
-        ),
+        (actor(reward_scaling=2.0, reward_norm=norm("group", None)), "actor.reward_scaling", True),
         (actor(recompute_logprob=True), "actor.recompute_logprob", False),
         (actor(max_new_tokens=9) | {"gconfig": {"max_new_tokens": 8}}, "actor.max_new_tokens", False),
         (actor(disable_dropout=False), "actor.disable_dropout", False),

@@ -43,50 +43,42 @@ def set_up(kind: type, tmp_path: Path, tokenizer: Any, row: dict[str, Any], sett
 PROMPTS = {
     "TRL, text": ({"prompt": "1+1?", "answer": "2"}, {"prompt_column": "prompt"}, ASKED),
     "TRL, chat": (
-        {"prompt": [user("1+1?")], "solution": "2"},
-        {"prompt_column": "prompt", "columns": {"answer": "solution"}},
+        {"prompt": [user("1+1?")], "solution": "2"}, {"prompt_column": "prompt", "columns": {"answer": "solution"}},
         ASKED,
     ),
     "TRL, tools": ({"question": [user("1+1?")], "answer": "2", "tools": [TOOL]}, {}, f"[1 tools]{ASKED}"),
     "TRL, arguments of the template": (
-        {"question": "1+1?", "answer": "2", "chat_template_kwargs": {"enable_thinking": False}},
-        {},
+        {"question": "1+1?", "answer": "2", "chat_template_kwargs": {"enable_thinking": False}}, {},
         f"{ASKED}(no thinking)",
     ),
     "verl": (
         {"prompt": [user("1+1?")], "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}},
-        {"prompt_column": "prompt", "columns": {"answer": "reward_model.ground_truth"}},
-        ASKED,
+        {"prompt_column": "prompt", "columns": {"answer": "reward_model.ground_truth"}}, ASKED,
     ),
     "SkyRL": (
         {"prompt": [user("1+1?")], "env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}},
-        {"prompt_column": "prompt", "columns": {"answer": "reward_spec.ground_truth"}},
-        ASKED,
+        {"prompt_column": "prompt", "columns": {"answer": "reward_spec.ground_truth"}}, ASKED,
     ),
     "NeMo-Gym": (
         {"responses_create_params": {"input": [user("1+1?")]}, "expected_answer": "2"},
-        {"prompt_column": "responses_create_params.input", "columns": {"answer": "expected_answer"}},
-        ASKED,
+        {"prompt_column": "responses_create_params.input", "columns": {"answer": "expected_answer"}}, ASKED,
     ),
     "NeMo-Gym, parts": (
         {"responses_create_params": {"input": [user([{"type": "input_text", "text": "1+1?"}])]}, "answer": "2"},
-        {"prompt_column": "responses_create_params.input"},
-        ASKED,
+        {"prompt_column": "responses_create_params.input"}, ASKED,
     ),
     "OpenRLHF": ({"input": "1+1?", "label": "2"}, {"columns": {"question": "input", "answer": "label"}}, ASKED),
     "slime": (
         {"prompt": [user("1+1?")], "label": "2", "metadata": {"a": 1}},
-        {"prompt_column": "prompt", "columns": {"answer": "label"}},
-        ASKED,
+        {"prompt_column": "prompt", "columns": {"answer": "label"}}, ASKED,
     ),
     "AReaL": ({"messages": [user("1+1?")], "answer": "2"}, {"prompt_column": "messages"}, ASKED),
     "verifiers": ({"question": "1+1?", "answer": "2", "info": {"x": 1}}, {}, ASKED),
     "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "1+1?"}], "answer": "2"},
-        {"prompt_column": "conversations"},
+        {"conversations": [{"from": "human", "value": "1+1?"}], "answer": "2"}, {"prompt_column": "conversations"},
         ASKED,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PROMPTS)
@@ -104,39 +96,27 @@ CHATS = {
     "TRL, chats": ({"prompt": [user("1+1?")], "completion": [said("2")]}, COMPLETION, ASKED, ["2<|im_end|>"]),
     "TRL, messages": ({"messages": TALK}, MESSAGES, ASKED, ["2<|im_end|>", "5<|im_end|>"]),
     "a chat of several turns after the prompt": (
-        {"prompt": TALK[:1], "completion": TALK[1:]},
-        COMPLETION,
-        ASKED,
-        ["2<|im_end|>", "5<|im_end|>"],
+        {"prompt": TALK[:1], "completion": TALK[1:]}, COMPLETION, ASKED, ["2<|im_end|>", "5<|im_end|>"],
     ),
     "a whole chat beside its prompt": ({"prompt": TALK[:3], "completion": TALK}, COMPLETION, TALKED, ["5<|im_end|>"]),
     "a message": ({"question": "1+1?", "answer": said("2")}, {}, ASKED, ["2<|im_end|>"]),
     "parts": ({"question": "1+1?", "answer": [{"type": "text", "text": "2"}]}, {}, ASKED, ["2<|im_end|>"]),
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]},
-        {"prompt_column": "conversations", "answer_column": "conversations"},
-        ASKED,
-        ["2<|im_end|>"],
+        {"prompt_column": "conversations", "answer_column": "conversations"}, ASKED, ["2<|im_end|>"],
     ),
     "chosen and rejected": (
-        {"prompt": [user("1+1?")], "chosen": [said("2")], "rejected": [said("3")]},
-        None,
-        ASKED,
+        {"prompt": [user("1+1?")], "chosen": [said("2")], "rejected": [said("3")]}, None, ASKED,
         ["2<|im_end|>", "3<|im_end|>"],
     ),
     "chosen and rejected alone": (
-        {"chosen": TALK, "rejected": [*TALK[:3], said("6")]},
-        None,
-        TALKED,
-        ["5<|im_end|>", "6<|im_end|>"],
+        {"chosen": TALK, "rejected": [*TALK[:3], said("6")]}, None, TALKED, ["5<|im_end|>", "6<|im_end|>"],
     ),
     "chosen and rejected with a prompt that they go on after": (
-        {"prompt": "1+1?", "chosen": TALK, "rejected": [*TALK[:3], said("6")]},
-        None,
-        TALKED,
+        {"prompt": "1+1?", "chosen": TALK, "rejected": [*TALK[:3], said("6")]}, None, TALKED,
         ["5<|im_end|>", "6<|im_end|>"],
     ),
-}
+}  # fmt: skip
 
 
 def turns(ids: list[int], is_generated: list[bool], tokenizer: Any) -> list[str]:
@@ -160,78 +140,54 @@ def test_a_chat_is_read_and_its_turns_are_trained(name: str, tmp_path: Path, pla
 
 REFUSED = {
     "text without a prompt": (
-        SFTDataModule,
-        {"text": "1+1=2"},
-        {"prompt_column": "text", "answer_column": None},
+        SFTDataModule, {"text": "1+1=2"}, {"prompt_column": "text", "answer_column": None},
         r"Line 1 of '.*': 'text' must hold chats that begin with .* For text, add a prompt column",
     ),
     "unpaired preferences": (
-        PreferenceDataModule,
-        {"prompt": [user("1+1?")], "completion": [said("2")], "label": True},
-        {},
-        r"Line 1 of '.*' has one completion and a label, as KTO needs",
+        PreferenceDataModule, {"prompt": [user("1+1?")], "completion": [said("2")], "label": True}, {},
+        r"Line 1 of '.*' has a completion and a label \(KTO\)",
     ),
     "pairs with other first messages": (
-        PreferenceDataModule,
-        {"chosen": [user("1+1?"), said("2")], "rejected": [user("1+2?"), said("3")]},
-        {},
+        PreferenceDataModule, {"chosen": [user("1+1?"), said("2")], "rejected": [user("1+2?"), said("3")]}, {},
         r"'chosen' and 'rejected' must hold chats that begin with the same user or system message",
     ),
     "a pair whose chats are not the prompt's": (
-        PreferenceDataModule,
-        {"prompt": "2+2?", "chosen": TALK[:2], "rejected": [TALK[0], said("3")]},
-        {},
+        PreferenceDataModule, {"prompt": "2+2?", "chosen": TALK[:2], "rejected": [TALK[0], said("3")]}, {},
         r"'chosen' must begin with the messages of the prompt, .*2\+2\?.* set prompt_column to a name that no column",
     ),
     "two answers in a row": (
-        SFTDataModule,
-        {"messages": [user("1+1?"), said("2"), said("5")]},
-        MESSAGES,
-        r"'messages' must continue the prompt with an assistant message, and not have two in a row",
+        SFTDataModule, {"messages": [user("1+1?"), said("2"), said("5")]}, MESSAGES,
+        r"'messages' must continue with an assistant message, never two in a row",
     ),
     "a chat that the user ends": (
-        SFTDataModule,
-        {"messages": TALK[:3]},
-        MESSAGES,
-        "must end with an assistant message",
+        SFTDataModule, {"messages": TALK[:3]}, MESSAGES, "must end with an assistant message",
     ),
     "another speaker of ShareGPT": (
-        SFTDataModule,
-        {"messages": [{"from": "human", "value": "1"}, {"from": "function_call", "value": "{}"}]},
-        MESSAGES,
-        r"Line 1 of '.*': message 2: 'from' must be one of human, gpt, .*'function_call'",
+        SFTDataModule, {"messages": [{"from": "human", "value": "1"}, {"from": "function_call", "value": "{}"}]},
+        MESSAGES, r"Line 1 of '.*': message 2: 'from' must be one of human, gpt, .*'function_call'",
     ),
     "parts of another type": (
-        PromptDataModule,
-        {"question": [user([{"type": "audio", "audio": "a.wav"}])], "answer": "2"},
-        {},
+        PromptDataModule, {"question": [user([{"type": "audio", "audio": "a.wav"}])], "answer": "2"}, {},
         r"Line 1 of '.*': message 1 must have parts of the types text and image, got \{'type': 'audio'",
     ),
     "a path to nothing": (
-        PromptDataModule,
-        {"question": "1+1?", "reward_model": {"style": "rule"}},
+        PromptDataModule, {"question": "1+1?", "reward_model": {"style": "rule"}},
         {"columns": {"answer": "reward_model.ground_truth"}},
         r"Line 1 of '.*' has no column 'reward_model.ground_truth' for columns",
     ),
     "a prompt that is not there": (
-        PreferenceDataModule,
-        {"chosen": "2", "rejected": "3"},
-        {},
+        PreferenceDataModule, {"chosen": "2", "rejected": "3"}, {},
         r"Line 1 of '.*' has no column 'prompt' \(its columns: 'chosen', 'rejected'\).* set prompt_column to another",
     ),
     "a choice that is not there": (
-        PreferenceDataModule,
-        {"prompt": "1+1?", "chosen": "2"},
-        {},
+        PreferenceDataModule, {"prompt": "1+1?", "chosen": "2"}, {},
         r"Line 1 of '.*' has no column 'rejected' .* set rejected_column to another",
     ),
     "a template for text beside whole chats": (
-        SFTDataModule,
-        {"messages": TALK},
-        {**MESSAGES, "prompt_template": "Q: {prompt}"},
+        SFTDataModule, {"messages": TALK}, {**MESSAGES, "prompt_template": "Q: {prompt}"},
         r"'messages' holds chat messages, but prompt_template='Q: \{prompt\}' needs text",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

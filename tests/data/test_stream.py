@@ -46,7 +46,7 @@ def test_the_first_prompts_repeat_in_the_order_of_the_data():
 
 
 def test_fewer_prompts_than_an_iteration_takes_are_refused():
-    with pytest.raises(ValueError, match=r"batch_size=4 exceeds the 3 train prompts.*Lower batch_size"):
+    with pytest.raises(ValueError, match=r"batch_size=4 exceeds the 3 train prompts.*Lower it"):
         make_stream(3, batch_size=4)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import copy
+import io
 import json
 
 import numpy as np
@@ -17,8 +18,10 @@ from lightrl.engines import Completion
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang.client import SGLangClient
 from lightrl.engines.sglang.generation import read_answer, request_of
+from lightrl.engines.vllm import generation as vllm
+from lightrl.engines.vllm.client import VLLMClient
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes
+from lightrl.models.routes import RouteLayout, Routes, replaying, wrap_blocks
 from lightrl.weights import Bucket
 
 LAYOUT = RouteLayout(layers=(1,), num_layers=2, num_experts=8)  # the first layer is dense
@@ -26,15 +29,31 @@ LAYOUT = RouteLayout(layers=(1,), num_layers=2, num_experts=8)  # the first laye
 
 def answered(num_tokens, experts=None, finish="length"):
     """SGLang's answer; `experts` are one of layer 1 for each token."""
-    meta = {
-        "finish_reason": {"type": finish},
-        "output_token_logprobs": [[-1.0, 3, None]] * num_tokens,
-        "weight_version": "5",
-    }
+    logprobs = [[-1.0, 3, None]] * num_tokens
+    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, "weight_version": "5"}
     if experts is not None:
         both = np.array([[0, expert] for expert in experts], np.int32)
         meta["routed_experts"] = base64.b64encode(both.tobytes()).decode()
     return read_answer(json.dumps({"output_ids": [3] * num_tokens, "meta_info": meta}).encode())
+
+
+def answered_by_vllm(num_tokens, experts=None, finish="length", num_read=None, k=1):
+    """The same of vLLM, which sends an array in the smallest dtype."""
+    content = [{"token_id": 3, "logprob": -1.0, "top_logprobs": []}] * num_tokens
+    choice = {"token_ids": [3] * num_tokens, "finish_reason": finish, "logprobs": {"content": content}}
+    choice["weight_versions"] = [{"version": "5", "start": 0, "end": num_tokens}]
+    if experts is not None:
+        both = np.array([[[0] * k, [expert] * k] for expert in experts], np.int32 if min(experts) < 0 else np.uint8)
+        np.save(file := io.BytesIO(), both)
+        choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    return vllm.read_answer(json.dumps({"choices": [choice], "usage": {"prompt_tokens": num_read}}).encode())
+
+
+of_each_server = pytest.mark.parametrize(
+    ("answered", "column_help"),
+    [(answered, SGLangClient.column_help), (answered_by_vllm, VLLMClient.column_help)],
+    ids=["SGLang", "vLLM"],
+)
 
 
 def draft(layout=LAYOUT):
@@ -48,33 +67,40 @@ def test_only_a_draft_with_a_layout_asks_for_routes():
     assert "return_routed_experts" not in request_of(draft(None), "id", "key")
 
 
-def test_routes_of_a_completion_are_joined_over_its_requests():
+@of_each_server
+@pytest.mark.parametrize(
+    ("first", "second", "joined"),
+    [
+        # Other weights computed the first three again.
+        pytest.param({"routes": [5, 6, 7]}, [0, -1, 0, 1, 2], [0, 6, 0, 1, 2], id="both"),
+        pytest.param({}, [3, 4, 5, 6, -1], [3, 4, 5, 6, 255], id="none of an interrupted request"),
+    ],
+)
+def test_routes_of_a_completion_are_joined_over_its_requests(first, second, joined, answered, column_help):
     one = draft()
-    one.add(answered(2, [5, 6, 7], "abort"), "http://there")
-    assert one.completion().columns["routes"] == [5, 6, 7]
-    one.add(answered(2, [0, -1, 0, 1, 2]), "http://there")  # other weights computed the first three again
-    assert one.completion().columns["routes"] == [0, 6, 0, 1, 2]
+    one.add(answered(2, first.get("routes"), "abort"), "http://there")
+    assert dict(one.completion().columns) == first
+    one.add(answered(2, second), "http://there")
+    assert one.completion().columns["routes"] == joined
 
 
-def test_an_interrupted_request_may_lack_its_routes():
-    one = draft()
-    one.add(answered(2, None, "abort"), "http://there")
-    assert not one.completion().columns
-    one.add(answered(2, [3, 4, 5, 6, -1]), "http://there")
-    assert one.completion().columns["routes"] == [3, 4, 5, 6, 255]
-
-
+@of_each_server
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        pytest.param(None, "a gateway must forward routed_experts: set router to null", id="none"),
+        pytest.param(None, "enable.return.routed.experts", id="none"),
         pytest.param([1, 2, 3, 4], "routes of a different model", id="of another number of layers"),
         pytest.param([1, 2, 3, 4, 8], "expert 8, but the model has 8 experts", id="of more experts"),
     ],
 )
-def test_a_finished_request_without_the_models_routes_is_refused(experts, message):
+def test_a_finished_request_without_the_models_routes_is_refused(experts, message, answered, column_help):
     with pytest.raises(MalformedAnswer, match=message):
-        draft().add(answered(4, experts), "http://there", column_help=SGLangClient.column_help)
+        draft().add(answered(4, experts), "http://there", column_help=column_help)
+
+
+def test_vllms_routes_of_half_the_tokens_by_two_experts_are_not_those_of_all_tokens():
+    with pytest.raises(MalformedAnswer, match="for 4 tokens"):
+        draft().add(answered_by_vllm(3, [1, 2], num_read=2, k=2), "http://there")
 
 
 @pytest.fixture
@@ -133,8 +159,8 @@ def test_after_a_sync_amid_a_completion_a_trainer_that_replays_has_the_engines_l
     inputs = torch.tensor([[4, 7, 5, *made.token_ids]])
     routes = torch.tensor(extended({}, 3, made.columns, 40)["routes"], dtype=torch.uint8).view(43, -1)
     latest = made.weight_versions[-1]
-    model = models[latest % 2]
-    with torch.no_grad(), Routes(model).replaying(routes):
+    wrap_blocks(model := models[latest % 2])
+    with torch.no_grad(), replaying(routes):
         logprobs = model(input_ids=inputs, use_cache=False).logits[0, 2:-1].log_softmax(-1)
     of_tokens = logprobs.gather(1, inputs[0, 3:, None])[:, 0]
     is_new = torch.tensor(made.weight_versions) == latest

@@ -4,33 +4,25 @@ import asyncio
 import copy
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import engine_contract
 import pytest
 import torch
+import transformers
 from engine_contract import CONTRACT, EngineCase, recomputed_logprobs, run
 from moe_cases import engine_of, moe_model, sampled
 from sync_cases import SMALL
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoConfig,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    RecurrentGemmaConfig,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
 from benchmarks.families import FAMILIES, family_spec
 from lightrl.engines import Completion
-from lightrl.engines.local.decoder import HuggingFaceDecoder
+from lightrl.engines.local import decoder as any_decoder
+from lightrl.engines.local.decoder import HuggingFaceDecoder, check_not_ending
 from lightrl.engines.local.fast import decoder as fast_decoder
 from lightrl.engines.local.fast.decoder import LlamaDecoder, find_family
 from lightrl.engines.local.local_engine import LocalEngine
@@ -47,31 +39,28 @@ SIZES: dict[str, Any] = {**SMALL, "eos_token_id": 1}
 FP8_SIZES = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 64}
 FP8_SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}
+}  # fmt: skip
 
 
 def qwen3(**changes: Any) -> PretrainedConfig:
-    return Qwen3Config(**{**SIZES, "head_dim": 16, "tie_word_embeddings": True, **changes})
+    return transformers.Qwen3Config(**{**SIZES, "head_dim": 16, "tie_word_embeddings": True, **changes})
 
 
 def gpt2() -> PretrainedConfig:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-    return GPT2Config(vocab_size=61, bos_token_id=0, eos_token_id=1, **sizes)
+    return transformers.GPT2Config(vocab_size=61, bos_token_id=0, eos_token_id=1, **sizes)
 
 
 def llama_with_biases() -> PretrainedConfig:
-    return LlamaConfig(**SIZES, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
+    biases = {"attention_bias": True, "mlp_bias": True}
+    return transformers.LlamaConfig(**SIZES, head_dim=16, **biases, rope_parameters=LLAMA3_ROPE)
 
 
 def hybrid(family: str, **changes: Any) -> PretrainedConfig:
     sizes = {"vocab_size": 61, "max_position_embeddings": 256, "initializer_range": 0.02}
-    return AutoConfig.for_model(family, **{**FAMILIES["hybrid"][family], **sizes, **changes})
+    return transformers.AutoConfig.for_model(family, **{**FAMILIES["hybrid"][family], **sizes, **changes})
 
 
 CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
@@ -81,9 +70,9 @@ CASES: dict[str, tuple[Callable[[], PretrainedConfig], bool]] = {
     "fast Llama with biases, packed in place": (llama_with_biases, True),
     "fast Qwen3 without kernels": (qwen3, True),
     "fast Llama with biases without kernels": (llama_with_biases, True),
-    "fast Qwen2": (lambda: Qwen2Config(**SIZES), True),
+    "fast Qwen2": (lambda: transformers.Qwen2Config(**SIZES), True),
     "fallback GPT2": (gpt2, True),
-    "fallback Mistral with a sliding window": (lambda: MistralConfig(**SIZES, sliding_window=6), True),
+    "fallback Mistral with a sliding window": (lambda: transformers.MistralConfig(**SIZES, sliding_window=6), True),
     "fallback forced on Qwen3": (qwen3, False),
 }
 # Layers of one decoder: linear attention, convolutions, and two kinds of Mamba's scans, beside or within attention.
@@ -278,13 +267,39 @@ def test_an_error_while_decoding_reaches_all_requests_with_its_cause(
         qwen3_case.load(1)
 
 
+@pytest.mark.parametrize("case", WHOLE, indirect=True)
+def test_closing_ends_a_prefill_before_its_next_layer(case: EngineCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.load(0)
+    has_begun = threading.Event()
+    layers: list[threading.Event] = []
+
+    def check(ending: threading.Event) -> None:
+        layers.append(ending)
+        has_begun.set()
+        ending.wait(600)  # as long as the layer takes
+        check_not_ending(ending)
+
+    for module in (any_decoder, fast_decoder):
+        monkeypatch.setattr(module, "check_not_ending", check)
+
+    async def scenario() -> None:
+        request = asyncio.create_task(case.generate([1, 2, 3], Sampling(max_new_tokens=5)))
+        await asyncio.to_thread(has_begun.wait)
+        await asyncio.to_thread(case.engine.close)
+        with pytest.raises(EngineError, match="was closed before the completion finished"):
+            await request
+
+    run(scenario())
+    assert len(layers) == 1
+
+
 @pytest.mark.parametrize(
     "config",
     [
         pytest.param(
             qwen3(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), id="dynamic rope"
         ),
-        pytest.param(MistralConfig(**SIZES, sliding_window=16), id="sliding window"),
+        pytest.param(transformers.MistralConfig(**SIZES, sliding_window=16), id="sliding window"),
         pytest.param(qwen3(hidden_act="gelu"), id="another activation"),
         pytest.param(gpt2(), id="another family"),
     ],
@@ -297,8 +312,8 @@ def test_what_the_fast_path_does_not_compute_goes_to_the_fallback(config: Pretra
     "config",
     [
         pytest.param(hybrid("minimax"), id="a cache of its own"),
-        pytest.param(RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
-        pytest.param(MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
+        pytest.param(transformers.RecurrentGemmaConfig(**SIZES), id="no cache in the outputs"),
+        pytest.param(transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1), id="no attention"),
     ],
 )
 def test_a_model_that_keeps_what_rows_cannot_share_is_refused_at_the_start(config: PretrainedConfig) -> None:
@@ -562,11 +577,7 @@ def test_a_model_whose_fp8_no_server_holds_is_refused_at_the_start() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_batch": 0},
-        {"threads": 0},
-        {"max_context": 1},
-        {"prefill_tokens": 0},
-        {"dtype": "float31"},
+        *[{"max_batch": 0}, {"threads": 0}, {"max_context": 1}, {"prefill_tokens": 0}, {"dtype": "float31"}],
         {"quantization": "fp4"},
     ],
     ids=lambda arguments: next(iter(arguments)),

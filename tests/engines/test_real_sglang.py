@@ -263,7 +263,7 @@ def test_the_token_is_in_no_command_line_of_the_server(real_server):
 
 
 def test_it_answers_on_the_loopback_only(real_server):
-    """PyTorch's rendezvous of the server's workers listens on all addresses; docs/serve-with-sglang.md says so."""
+    """PyTorch's rendezvous of the server's workers listens on all addresses; docs/security.md says so."""
     port = int(real_server["url"].rpartition(":")[2])
     addresses = {
         connection.laddr.ip

@@ -38,9 +38,7 @@ NUM_REQUESTS = 8
 PACE = {"seconds_per_token": 0.02}
 SLOWLY = {"seconds_per_token": 1.0}  # a request is under way for as long as a test needs it to be
 UPDATE = "/update_weights_from_disk"
-DEADLINES: dict[str, Any] = {
-    "timeouts": Deadlines(hang_s=2.0, request_s=5.0, sync_s=5.0, server_wait_s=5.0),
-}
+DEADLINES: dict[str, Any] = {"timeouts": Deadlines(hang_s=2.0, request_s=5.0, sync_s=5.0, server_wait_s=5.0)}
 BY_NAME = {"kill": FakeServerProcess.kill, "freeze": FakeServerProcess.freeze}
 ENDS = pytest.mark.parametrize("end", BY_NAME, ids=["kill -9", "SIGSTOP"])
 HANGS_OR_ENDS = pytest.mark.parametrize(

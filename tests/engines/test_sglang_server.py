@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 from transformers import GPT2Config, Qwen3Config
-from waits import comes_true, until
+from waits import comes_true, is_gone, until
 
 from lightrl.concurrency.owner import own_mark
 from lightrl.engines import FakeEngine, LocalEngine, SGLangEngine
@@ -75,13 +75,6 @@ def answer_of(url: str, token: str) -> dict[str, Any]:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(request, timeout=600) as answer:
         return json.loads(answer.read())
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_server_is_ready_after_the_wait_gone_after_the_stop_and_may_start_again(small_server):

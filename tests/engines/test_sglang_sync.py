@@ -68,14 +68,8 @@ def test_a_disk_that_hangs_pauses_no_server_and_is_named_at_the_deadline(folder,
 @pytest.mark.parametrize(
     ("kind", "path"),
     [
-        ("error", UPDATE),
-        ("die", UPDATE),
-        ("drop", UPDATE),
-        ("garbage", UPDATE),
-        ("error", "/pause_generation"),
-        ("drop", "/model_info"),
-        ("wrong_version", UPDATE),
-        ("lose_update", UPDATE),
+        *[("error", UPDATE), ("die", UPDATE), ("drop", UPDATE), ("garbage", UPDATE), ("error", "/pause_generation")],
+        *[("drop", "/model_info"), ("wrong_version", UPDATE), ("lose_update", UPDATE)],
         ("error", "/continue_generation"),
     ],
 )

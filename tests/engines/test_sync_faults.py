@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS
 
-from benchmarks.sync_faults import (
-    FAULTS,
-    HEALTHY,
-    MARKERS,
-    Servers,
-    SyncFault,
-    fake_servers,
-    run_fault,
-    run_healthy,
-)
+from benchmarks.sync_faults import FAULTS, HEALTHY, MARKERS, Servers, SyncFault, fake_servers, run_fault, run_healthy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # The first of each kind through each transport, with as few servers as it needs, is in the default run.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_contract import CONTRACT, EngineCase
 from fake_sglang.process import FakeServerProcess
+from moe_cases import moe_spec
 from sync_cases import LARGE, EngineOn, config_of, one_weight
 from waits import Deadlines, comes_true
 
@@ -22,7 +23,7 @@ from lightrl.columns import TokenArray
 from lightrl.engines.servers.request import CompletionDraft, MalformedAnswer
 from lightrl.engines.sglang import generation as sglang
 from lightrl.engines.sglang.engine import SGLangEngine
-from lightrl.engines.vllm.client import VLLMClient, rank_digests
+from lightrl.engines.vllm.client import VLLMClient, rank_digests, read_server_info
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.engines.vllm.generation import read_answer, request_of
@@ -185,12 +186,30 @@ def test_a_wrong_token_is_refused_at_the_start(start, monkeypatch):
         ({"transport": "tensor"}, "transport must be disk or delta or distributed for VLLMEngine, got 'tensor'"),
         ({"placement": "colocated"}, "placement must be separate for VLLMEngine"),
         ({"adapters": "served"}, "adapters must be merged for VLLMEngine"),
-        ({"record_routes": True}, "record_routes must be None or False for VLLMEngine, got True"),
     ],
 )
 def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         VLLMEngine(servers=1, **settings)
+
+
+@pytest.mark.parametrize("name", ["model_config", "aux_output_config"])
+def test_a_server_that_returns_routes_says_so_and_one_that_does_not_is_refused_by_name(name, start):
+    (url,) = urls = [start(vllm=True).url]
+    config = moe_spec().load_config()
+    with pytest.raises(ValueError, match=f"record_routes is true, but {url} does not return the experts of tokens"):
+        VLLMEngine(urls=urls, record_routes=True, timeouts=Deadlines()).start(config)
+    flag = {"enable_return_routed_experts": True}
+    assert VLLMEngine(servers=1, record_routes=True).start_args(["routes"]) == flag
+    assert VLLMEngine(servers=1).start_args(["routes"]) == {}
+    answer = {
+        "instance_id": "a", "device_config": {"device": "cpu"},
+        "cache_config": {"block_size": 1, "cache_dtype": "auto"},
+        "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+        "model_config": {"model": "m", "dtype": "torch.float32", "quantization": None},
+    }  # fmt: skip
+    assert read_server_info(answer).returned_columns == frozenset()
+    assert read_server_info({**answer, name: {**answer.get(name, {}), **flag}}).returned_columns == {"routes"}
 
 
 def test_a_request_that_continues_has_other_random_numbers_and_no_more_logprobs_than_the_vocabulary():

@@ -50,12 +50,8 @@ def load(engine: SGLangEngine, parameters: dict[str, Tensor], version: int) -> N
 @pytest.mark.parametrize(
     ("transport", "settings"),
     [
-        ("disk", {}),
-        ("tensor", {}),
-        ("disk", {"dtype": "bfloat16"}),
-        ("disk", {"tp_size": 2}),
-        ("disk", {"tp_size": 2, "dtype": "bfloat16"}),
-        ("disk", {"tp_size": 2, "speculative_algorithm": "EAGLE"}),
+        *[("disk", {}), ("tensor", {}), ("disk", {"dtype": "bfloat16"}), ("disk", {"tp_size": 2})],
+        *[("disk", {"tp_size": 2, "dtype": "bfloat16"}), ("disk", {"tp_size": 2, "speculative_algorithm": "EAGLE"})],
     ],
     ids=["one rank", "shared memory", "bfloat16", "two ranks", "two ranks in bfloat16", "a draft model beside it"],
 )

@@ -11,13 +11,8 @@ def result_of(completion: str, numbers: object = "3 5 2", target: object = 13, *
 @pytest.mark.parametrize(
     "completion",
     [
-        "5*2+3",
-        "3 + 2 * 5",
-        "Let me see: 5+3 = 8.\n(3 + 5 * 2)",
-        "<answer>2*5+3</answer> I hope.",
-        r"So \boxed{3 + 5 \times 2}",
-        "#### 5*2+3",
-        "5*2+3 = 13",
+        *["5*2+3", "3 + 2 * 5", "Let me see: 5+3 = 8.\n(3 + 5 * 2)", "<answer>2*5+3</answer> I hope."],
+        *[r"So \boxed{3 + 5 \times 2}", "#### 5*2+3", "5*2+3 = 13"],
     ],
 )
 def test_an_expression_that_reaches_the_target_is_right(completion):

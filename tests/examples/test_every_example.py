@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import yaml
 from fake_sglang import python_of_fakes
+from parsed import BuildingOnly, BuiltError
 from rank_scripts import finished
 from test_make_model import make_folder
 
 from examples.gsm8k import make_model
-from lightrl.commands.cli import LightRLCLI, run
+from lightrl.commands.cli import run
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts/docs_site"))
@@ -47,15 +48,6 @@ def test_each_example_says_at_its_top_what_it_needs_takes_and_reaches(name: str)
     assert lines[3].startswith("#   ")  # a command
 
 
-class _BuiltError(Exception):
-    pass
-
-
-class _BuildingOnly(LightRLCLI):
-    def before_fit(self) -> None:
-        raise _BuiltError
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("base"))
@@ -74,8 +66,8 @@ def test_each_example_is_built_from_the_command_at_its_top(
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         Path(folder).symlink_to(base)
     settings = ["--trainer.accelerator=cpu"]
-    with pytest.raises(_BuiltError):
-        _BuildingOnly(["fit", *configs_of(name), *settings])
+    with pytest.raises(BuiltError):
+        BuildingOnly(["fit", *configs_of(name), *settings])
 
 
 def fit(folder: Path, configs: list[str], *options: str) -> None:
@@ -108,8 +100,7 @@ def test_the_servers_example_starts_with_servers_of_its_kind(tmp_path: Path, for
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["fsdp2", *(pytest.param(name, marks=pytest.mark.extra) for name in ("ppo_meshes", "3d_4", "3d_8"))],
+    "name", ["fsdp2", *(pytest.param(name, marks=pytest.mark.extra) for name in ("ppo_meshes", "3d_4", "3d_8"))]
 )
 @pytest.mark.extra
 def test_the_examples_of_several_processes_start(name: str, tmp_path: Path) -> None:

@@ -39,13 +39,9 @@ def test_another_last_number_is_wrong(completion):
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("What does a baker like most?", 1),
-        ("How many bakers, and whose cats, are there?", 1),
-        ("Why does the sky change?", 0),
-        ("I am glad. What is a baker?", 0),
-        ("What is a baker? Who knows?", 0),
-        ("A baker bakes.", 0),
-        ("What is a baker", 0),
+        *[("What does a baker like most?", 1), ("How many bakers, and whose cats, are there?", 1)],
+        *[("Why does the sky change?", 0), ("I am glad. What is a baker?", 0), ("What is a baker? Who knows?", 0)],
+        *[("A baker bakes.", 0), ("What is a baker", 0)],
     ],
 )
 def test_one_question_about_the_thing(completion, reward):
@@ -62,20 +58,10 @@ def test_a_completion_that_was_cut_off_is_wrong(reward):
 @pytest.mark.parametrize(
     ("completion", "is_label"),
     [
-        ("{}", True),
-        ("{}.\n", True),
-        ("It's {}.", True),
-        ("I would say {}: warm", True),
-        ("", False),
-        ("{} {}", False),
-        ("positive or negative", False),
-        ("Movie review: {}\nIs it positive or negative?", False),
-        ("It is not {}.", False),
-        ("It isn't {}.", False),
-        ("I would say it is a {} review", False),
-        ("It is {}, negative", False),
-        ("It is {}\npositive", False),
-        ("{}ly", False),
+        *[("{}", True), ("{}.\n", True), ("It's {}.", True), ("I would say {}: warm", True), ("", False)],
+        *[("{} {}", False), ("positive or negative", False), ("Movie review: {}\nIs it positive or negative?", False)],
+        *[("It is not {}.", False), ("It isn't {}.", False), ("I would say it is a {} review", False)],
+        *[("It is {}, negative", False), ("It is {}\npositive", False), ("{}ly", False)],
     ],
 )
 def test_a_reviews_label_once_in_few_words_is_right(completion: str, is_label: bool, label: str) -> None:

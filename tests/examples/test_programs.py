@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,16 @@ def test_tasks_in_folders_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert float(row["rollout/dropped_trajectories"]) == 0
     assert float(row["rollout/tests_without_reward"]) == 0
     assert "rollout/has_form" in row
+
+
+def test_the_patch_of_a_repository_earns_the_reward_and_no_work_earns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script = runpy.run_path(str(ROOT / "scripts" / "task_folders" / "solve.py"))
+    assert asyncio.run(script["main"]([str(ROOT / "examples" / "agent" / "repositories")])) == 0
+    assert capsys.readouterr().out == "1 of 1 tasks: solution 1, no work 0\n"
 
 
 def says_largest(prompt: list[int], sampling: Any, sample: int) -> list[int]:

@@ -56,6 +56,7 @@ def assert_same(found: dict[str, Tensor], folder: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.extra
 def test_each_stage_begins_with_the_weights_that_the_one_before_ended_with(runs: Path) -> None:
     for stage, role, from_stage in (
         ("sft_grpo", "policy", "sft"),

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from lightrl.columns import EVERY_TOKEN, SUPPORTS, support_ends
-from lightrl.functional import (
-    Supports,
-    encode_supports,
-    hidden_logprobs,
-    logits_logprobs,
-)
+from lightrl.functional import Supports, encode_supports, hidden_logprobs, logits_logprobs
 from lightrl.functional.supports import decode_supports
 
 

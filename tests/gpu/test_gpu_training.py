@@ -61,13 +61,9 @@ def record_kernels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     ("precision", "settings"),
     [
-        ("32-true", {}),
-        (None, {}),
-        (None, {"activation_checkpointing": True}),
-        (None, {"offload_to_cpu": ["parameters"]}),
-        (None, {"offload_to_cpu": ["optimizer", "activations"]}),
-        (None, {"compile_layers": True}),
-        ("bf16-true", {}),
+        *[("32-true", {}), (None, {}), (None, {"activation_checkpointing": True})],
+        *[(None, {"offload_to_cpu": ["parameters"]}), (None, {"offload_to_cpu": ["optimizer", "activations"]})],
+        *[(None, {"compile_layers": True}), ("bf16-true", {})],
     ],
     ids=str,
 )

@@ -42,38 +42,21 @@ def head_and_trajectory(iteration: int, group: int, sample: int, text: str, **mo
     codes = [ord(letter) % 60_000 for letter in text]
     reward = more.pop("reward", float(sample % 2))
     record = {
-        "iteration": iteration,
-        "weight_version": iteration,
-        "advantage": reward - 0.5,
-        "reward": reward,
-        "length": len(codes),
-        "staleness": sample % 3,
-        "group": group,
-        "sample": sample,
-        "prompt": f"train-{group}",
-        "finish": "length" if sample == 3 else "stop",
-        "prompt_text": f"How much is 6 x {group}?",
-        "excerpt": text,
-    }
+        "iteration": iteration, "weight_version": iteration, "advantage": reward - 0.5, "reward": reward,
+        "length": len(codes), "staleness": sample % 3, "group": group, "sample": sample, "prompt": f"train-{group}",
+        "finish": "length" if sample == 3 else "stop", "prompt_text": f"How much is 6 x {group}?", "excerpt": text,
+    }  # fmt: skip
     num_prompt = 4
     trajectory = {
         "prompt": {"id": f"train-{group}", "messages": None, "token_ids": [1] * num_prompt, "fields": {"answer": "9"}},
-        "group_id": group,
-        "sample": sample,
-        "token_ids": [1] * num_prompt + codes,
+        "group_id": group, "sample": sample, "token_ids": [1] * num_prompt + codes,
         "loss_mask": [False] * num_prompt + [True] * len(codes),
         "behavior_logprobs": [0.0] * num_prompt + [-0.1 * (index % 20) for index in range(len(codes))],
-        "weight_versions": [-1] * num_prompt + [iteration] * len(codes),
-        "completion_ids": codes,
-        "completion": text,
-        "finish_reason": record["finish"],
-        "is_truncated": sample == 3,
-        "reward": reward,
-        "rewards": None,
+        "weight_versions": [-1] * num_prompt + [iteration] * len(codes), "completion_ids": codes, "completion": text,
+        "finish_reason": record["finish"], "is_truncated": sample == 3, "reward": reward, "rewards": None,
         "turns": [{"start": num_prompt, "end": num_prompt + len(codes), "finish_reason": "stop"}],
-        "metrics": {"accuracy": reward, "format": 1.0},
-        "call_outputs": {},
-    }
+        "metrics": {"accuracy": reward, "format": 1.0}, "call_outputs": {},
+    }  # fmt: skip
     trajectory["prompt"].update(more.pop("prompt", {}))
     scored = [0.0] * num_prompt + [-0.1 * (index % 20) - 0.01 * (index % 7) for index in range(len(codes))]
     return {**record, "trajectory": trajectory, "trainer_logprobs": scored, **more}

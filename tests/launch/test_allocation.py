@@ -56,7 +56,7 @@ REFUSED = {
     "actor_gen:d4m1p1,*:d2m2p1": "manual, heuristic and key-value modes",
     "tpu:d4": "'tpu' is not a backend",
     "sglang:d4e2": "sglang has no size e",
-    "fsdp:d4e2": "fsdp has no size e, .* Write megatron:d4e2, which lightrl trains with ep of FSDP2Strategy",
+    "fsdp:d4e2": "fsdp has no size e, .* Write megatron:d4e2, which lightrl trains with ep of its own strategies",
     "fsdp:d0": "letters, each with a size",
     "fsdp:d4d2": "each of",
     "fsdp:x4": "each of",

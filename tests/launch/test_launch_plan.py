@@ -121,6 +121,17 @@ def test_the_allocation_decides_how_the_model_is_split():
     assert trainer["strategy"] == {"class_path": "Parallel3DStrategy", "init_args": {"pp": 2, "tp": 1}}
 
 
+@pytest.mark.parametrize(
+    ("allocation", "sizes"),
+    [("megatron:d4p2e2", {"pp": 2, "tp": 1, "ep": 2}), ("fsdp:d2t2c2", {"pp": 1, "tp": 2, "cp": 2})],
+)
+def test_the_allocation_sets_ep_and_cp_of_a_split_model_too(allocation: str, sizes: dict):
+    new, old = RunFacts(), RunFacts(strategy="Parallel3DStrategy", trainer_pp=sizes["pp"], trainer_tp=sizes["tp"])
+    for facts, given in ((new, sizes), (old, {name: size for name, size in sizes.items() if name in ("ep", "cp")})):
+        strategy = plan_of(facts, gpus_per_node=8, allocation=allocation).settings["trainer"]["strategy"]
+        assert strategy == {"class_path": "Parallel3DStrategy", "init_args": given}
+
+
 @pytest.mark.parametrize("strategy", [None, "FSDP2Strategy"])
 @pytest.mark.parametrize(
     ("allocation", "sizes"),
@@ -138,7 +149,13 @@ def test_the_allocation_sets_cp_and_ep_of_all_its_gpus(allocation: str, sizes: d
 
 @pytest.mark.parametrize(
     "allocation",
-    ["sglang:d2t4|megatron:d8e8", "sglang:d8t8+megatron:d64e8", "vllm:d2+fsdp:d2c2", "megatron:d4p2t8", "fsdp:d4t2"],
+    [
+        "sglang:d2t4|megatron:d8e8",
+        "sglang:d8t8+megatron:d64e8",
+        "vllm:d2+fsdp:d2c2",
+        "megatron:d4p2t8e4",
+        "fsdp:d4t2c2",
+    ],
 )
 def test_an_allocation_string_is_written_as_it_is_read(allocation: str):
     assert allocation_of(layout_of(Launch(allocation=allocation), ranks=1)) == allocation
@@ -200,6 +217,8 @@ REFUSED = {
         {"gpus_per_node": 4, "ranks": 4}, {"meshes": {"critic": RoleMesh(4, 2)}}, "model.critic.mesh does not fit",
     ),
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
+    "no cp": ({"allocation": "d4"}, {"strategy": "FSDP2Strategy", "trainer_cp": 2}, "has cp=1, but .* has cp=2"),
+    "less ep": ({"allocation": "megatron:d4e2"}, {"strategy": "FSDP2Strategy", "trainer_ep": 4}, "has ep=2, but .*4"),
     "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits only by data"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "vLLM next to a rank on its GPU": (
@@ -219,9 +238,7 @@ REFUSED = {
         {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or the allocation's .* to vllm",
     ),
     "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
-    "experts and a pipeline": ({"allocation": "megatron:d4p2e2"}, {}, "cannot use e here"),
-    "context and a split by tensors": ({"allocation": "fsdp:d4t2c2"}, {}, "cannot use c here"),
-    "context in 3D": ({"allocation": "d2c2"}, {"strategy": "Parallel3DStrategy"}, "set trainer.strategy to it"),
+    "slices of experts": ({"allocation": "megatron:(attn:d4|ffn:d1t2e2)"}, {}, "cannot use t of ffn"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
     "nothing to train": ({"allocation": "sglang:d4"}, {}, "it trains nothing"),
 }  # fmt: skip

@@ -152,6 +152,7 @@ class TestOnOneNode:
         assert [line for line in notes(tmp_path) if "--ckpt_path last" in line]
         assert state(launcher.plan)["restarts"] == 1
 
+    @pytest.mark.extra
     def test_a_node_is_chosen_by_its_labels_and_lends_what_the_ranks_need(self, ray, tmp_path):
         needs = {"rank_resources": Resources(cpus=3, memory_gb=0.5, node_selector={"kind": "box"})}
         launcher = self.launched(ray, tmp_path, {"trainer-0": NOTES}, **needs)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from algorithm_cases import make_module
+from test_dataflow import AFTER, PROXIMAL, REFERENCE, graph, own
 from tiny import random_experience, random_trajectories, slow_outputs, tiny_spec
 from torch import Tensor
 
 from lightrl.algorithms import GRPO, ReferenceKL
-from lightrl.dataflow import DataFlowGraph, ModelCall
+from lightrl.dataflow import ModelCall
 from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.functional import group_advantages
@@ -275,21 +276,6 @@ def test_advantages_may_give_further_keys() -> None:
     module.advantages = lambda _: {"advantages": experience.rewards, "returns": found}  # type: ignore[method-assign]
     scored = scored_by(module, experience)
     assert torch.equal(scored.returns, torch.where(experience.loss_mask, found, 0.0))
-
-
-REFERENCE = ModelCall("reference", "reference", "infer", ("token_ids",), ("reference_logprobs",))
-PROXIMAL = ModelCall("proximal", "policy", "infer", ("token_ids",), ("proximal_logprobs",))
-AFTER = ModelCall("after", "policy", "infer", ("reference_logprobs",), ("values",))
-ROLES = {"policy", "reference"}
-
-
-def own(name: str, *inputs: str, **settings: Any) -> ModelCall:
-    """A call in its own thread, whose output is its name."""
-    return ModelCall(name, None, "infer", inputs, (name,), run=lambda *_: None, **settings)
-
-
-def graph(*calls: ModelCall) -> DataFlowGraph:
-    return DataFlowGraph(calls, roles=ROLES, given={"token_ids"})
 
 
 def executed(calls: list[ModelCall], run: Any) -> dict[str, Any]:

@@ -604,9 +604,7 @@ def on_ranks(*parts: dict[str, Tensor]) -> list[dict[str, float]]:
 
 def test_a_metric_of_one_rank_alone_reaches_all_and_nobody_waits() -> None:
     found = on_ranks(
-        {"ratio": part(2.0, 8)},
-        {"ratio": part(4.0, 4), "tool_calls": part(8.0, 2)},
-        {"min_value": part(2.0, 5)},
+        {"ratio": part(2.0, 8)}, {"ratio": part(4.0, 4), "tool_calls": part(8.0, 2)}, {"min_value": part(2.0, 5)}
     )
     assert found == [{"ratio": 0.5, "min_value": 2.0, "tool_calls": 4.0}] * 3
 

@@ -19,7 +19,7 @@ from lightrl.models import LoRA, ModelSpec, Role, conversion
 from lightrl.models.conversion import SEMI_PRIVATE, as_in_checkpoint, checkpoint_tensors, load_parts, semi_private
 from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies import check_strategy
-from lightrl.strategies.empty_model import empty_model, give_memory
+from lightrl.strategies.empty_model import allocate, empty_model
 
 
 def saved(folder):
@@ -31,7 +31,7 @@ def saved(folder):
 
 def read(spec, **role):
     model = empty_model(Role(spec, **role))
-    give_memory(model, torch.device("cpu"))
+    allocate(model, torch.device("cpu"))
     for parameter in model.parameters():  # what memory holds before a weight is read
         parameter.data.fill_(torch.nan)
     load_parts(model, spec, device=torch.device("cpu"))
@@ -166,13 +166,9 @@ def read_part(spec):
     """The last stage of a pipeline: the head alone."""
     model = empty_model(Role(spec))
     model.base_model.embed_tokens = None
-    give_memory(model, torch.device("cpu"))
+    allocate(model, torch.device("cpu"))
     load_parts(
-        model,
-        spec,
-        device=torch.device("cpu"),
-        renamed={"lm_head.weight": "embed_tokens.weight"},
-        is_whole=False,
+        model, spec, device=torch.device("cpu"), renamed={"lm_head.weight": "embed_tokens.weight"}, is_whole=False
     )
     return model
 
@@ -224,7 +220,7 @@ def test_a_rank_without_experts_counts_as_many_tensors_as_the_others(tmp_path):
     try:
         model = empty_model(Role(spec))
         fully_shard(model, mesh=init_device_mesh("cpu", (5,)))
-        give_memory(model, torch.device("cpu"))
+        allocate(model, torch.device("cpu"))
         load_parts(model, spec, device=torch.device("cpu"), on_tensor=lambda: counted.append(1))
         assert model.get_parameter("model.layers.0.mlp.experts.down_proj").to_local().numel() == 0
     finally:

@@ -217,7 +217,7 @@ def test_adapters_that_peft_would_read_as_another_model_are_refused():
     config.target_parameters = None
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     description = ModelDescription.of(model, Role(spec, lora=tuning_of(model)))
-    with pytest.raises(ValueError, match=r"load these as another model: \d+ of its .* differ.*lightrl export --merged"):
+    with pytest.raises(ValueError, match=r"load these as a different model: \d+ of its .* differ.*export --merged"):
         description.check_added(trained, "these")
 
 

@@ -113,7 +113,7 @@ def test_an_exported_file_with_one_other_bit_is_refused_by_name(name: str, role:
     content[-9] ^= 1
     (place / name).write_bytes(content)
     spec = ModelSpec(path=str(place), head="scalar" if role == "scalar head" else "vocabulary")
-    with pytest.raises(ValueError, match=rf"{name}' has changed.*delete its line there"):
+    with pytest.raises(ValueError, match=rf"{name}' has changed.*delete its line in "):
         spec.load_model()
 
 
@@ -151,5 +151,5 @@ def test_without_exchanging_renames_the_next_export_gives_the_old_folder_its_nam
 def test_weights_that_an_earlier_export_left_are_refused(tmp_path: Path) -> None:
     export(tmp_path / "export", "new")
     (tmp_path / "export" / "model.safetensors").write_bytes(b"old")  # which transformers prefers to an index
-    with pytest.raises(ValueError, match=r"model\.safetensors' is not in sha256sums\.txt; they are of two"):
+    with pytest.raises(ValueError, match=r"model\.safetensors' is not in sha256sums\.txt: they come from two saves"):
         check_files(tmp_path / "export")

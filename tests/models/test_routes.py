@@ -12,7 +12,7 @@ from lightrl.columns import NATIVE, as_columns, cut, extended, joined
 from lightrl.errors import EngineError
 from lightrl.experience import Experience
 from lightrl.models.moe import moe_blocks, router_of
-from lightrl.models.routes import RouteLayout, Routes, as_bytes, load_entropy
+from lightrl.models.routes import RouteLayout, Routes, as_bytes, load_entropy, replaying, wrap_blocks
 from lightrl.strategies import FSDP2Strategy, LogprobSettings, SingleModel, fsdp2
 
 
@@ -34,14 +34,14 @@ def test_own_routes_change_no_bit_and_others_train_the_router(family):
         assert torch.equal(logits(model, token_ids), plain)
     own = recorded()
     assert own.shape[0] == 14
-    with routes.replaying(own):
+    with replaying(own):
         replayed = logits(model, token_ids)
     assert torch.equal(replayed, plain)
     plain.square().sum().backward()
     of_plain = gradients(model)
     replayed.square().sum().backward()
     assert all(torch.equal(value, of_plain[name]) for name, value in gradients(model).items())
-    with routes.replaying(shifted(own)):
+    with replaying(shifted(own)):
         other = logits(model, token_ids)
     assert not torch.allclose(other, plain, atol=1e-3)
     other.square().sum().backward()
@@ -57,7 +57,7 @@ def test_an_expert_outside_of_the_top_k_has_a_weight_with_a_gradient(family):
     with torch.no_grad(), routes.recording() as recorded:
         block(hidden)
     others = torch.stack([torch.tensor(sorted({0, 1, 2, 3} - set(row.tolist()))) for row in recorded()])
-    with routes.replaying(as_bytes(others[:, None], 4)):
+    with replaying(as_bytes(others[:, None], 4)):
         block(hidden).square().sum().backward()
     rows = router_of(block).weight.grad.abs().amax(1)
     assert (rows[others.unique()] > 0).all()
@@ -70,7 +70,7 @@ def test_tokens_without_known_routes_route_natively():
         plain = logits(model, token_ids)
     mixed = shifted(recorded())
     mixed[:5] = NATIVE
-    with torch.no_grad(), routes.replaying(mixed):
+    with torch.no_grad(), replaying(mixed):
         replayed = logits(model, token_ids)
     assert torch.allclose(replayed[:, :5], plain[:, :5], atol=1e-5)
     assert not torch.allclose(replayed[:, 5:], plain[:, 5:], atol=1e-3)
@@ -87,7 +87,7 @@ def test_a_recomputed_layer_takes_the_routes_of_its_own_forward(family, monkeypa
             logits(model, token_ids)
         outputs = []
         for row, part in enumerate(shifted(recorded()).split(6)):
-            with routes.replaying(part):
+            with replaying(part):
                 outputs.append(logits(model, token_ids[row : row + 1]))
         torch.cat(outputs).square().sum().backward()  # when the first forward's routes are long gone
         return gradients(model)
@@ -156,9 +156,9 @@ def test_compiled_layers_refuse_routes(monkeypatch):
 
 def test_routes_of_another_model_are_refused():
     model, token_ids = moe_model(), some_tokens(1, 3)
-    routes = Routes(model)
+    wrap_blocks(model)
     for width, message in ((5, "5 bytes per token, .* fit 2 MoE blocks of 4 experts"), (6, r"shape \(3, 3\)")):
-        with routes.replaying(torch.zeros(3, width, dtype=torch.uint8)), pytest.raises(ValueError, match=message):
+        with replaying(torch.zeros(3, width, dtype=torch.uint8)), pytest.raises(ValueError, match=message):
             logits(model, token_ids)
 
 
@@ -176,7 +176,7 @@ def test_a_model_with_more_than_256_experts_replays_its_own_routes():
     with torch.no_grad(), routes.recording() as recorded:
         plain = logits(model, token_ids)
     assert recorded().shape == (5, 8)
-    with torch.no_grad(), routes.replaying(recorded()):
+    with torch.no_grad(), replaying(recorded()):
         assert torch.equal(logits(model, token_ids), plain)
 
 

@@ -13,14 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu_update import make_parts
 from benchmarks.plan import MODELS
-from lightrl.plan.costs import (
-    Work,
-    activation_bytes,
-    fsdp2_cost,
-    logit_bytes,
-    parallel_3d_cost,
-    peak_bytes,
-)
+from lightrl.plan.costs import Work, activation_bytes, fsdp2_cost, logit_bytes, parallel_3d_cost, peak_bytes
 from lightrl.plan.sizes import ModelSize
 from lightrl.strategies import LogprobSettings, SingleModel, single
 from lightrl.strategies.layouts import packed_attention
@@ -28,15 +21,9 @@ from lightrl.strategies.layouts import packed_attention
 
 def config(**changes: Any) -> Any:
     sizes = {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": False,
+    }  # fmt: skip
     return AutoConfig.for_model("qwen3", **{**sizes, **changes})
 
 
@@ -123,10 +110,7 @@ def kept_bytes(config: Any, work: Work, *, checkpointed: bool) -> tuple[int, int
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo, of fake parameters
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, in its partitioner
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.extra] * (name in EXTRA)) for name in SHAPES],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.extra] * (name in EXTRA)) for name in SHAPES])
 def test_what_autograd_keeps_is_what_the_paper_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be probed without numbers; flash attention is what a GPU runs.
     monkeypatch.setattr(single, "head_is_plain", lambda model: True)
@@ -168,7 +152,7 @@ def test_the_size_of_a_model_has_its_layers_by_kind() -> None:
     assert (dense.num, dense.width, dense.experts) == (1, 4096, 0)
     assert (mixture.num, mixture.width, mixture.experts, mixture.expert_width) == (2, 512, 64, 512)
     assert mixture.expert_parameters == 64 * 3 * 1024 * 512
-    assert size.parameters - size.used_in_layers - size.ends == 2 * (64 - 8) * 3 * 1024 * 512
+    assert size.parameters - size.used_in_layers - size.outside_layers == 2 * (64 - 8) * 3 * 1024 * 512
     assert size_of(config()).parameters == PARAMETERS
 
 
@@ -192,6 +176,20 @@ def test_without_a_pipeline_layers_are_gathered_again_for_each_microbatch() -> N
     whole = 8 * LAYER + 2 * 32_768
     assert cost.sent_bytes == (8 * whole + 4 * 4 * 8 * LAYER) / 2
     assert cost.gathered_bytes == 4 * whole + 8 * (2 * LAYER + 2 * 32_768)
+
+
+def test_ep_divides_experts_over_all_ranks_of_a_stage_and_tp_divides_the_rest() -> None:
+    size = size_of(AutoConfig.for_model("qwen3_moe", **{**MIXTURE, "tie_word_embeddings": False}))
+    experts = 4 * 64 * 3 * 1024 * 768
+    others, norm = size.parameters - experts, 1024
+    whole, divided = (parallel_3d_cost(size, 1, 2, 2, Work(TOKENS, ep=ep)) for ep in (1, 4))
+    assert divided.state_bytes == 16 * (others - norm + experts) / 4
+    assert whole.state_bytes == 16 * ((others - norm) / 4 + experts / 2)  # each tensor rank has all experts
+    assert divided.sent_experts == 0  # no other rank has the same ones
+    assert whole.sent_experts > 0
+    assert divided.sent_tp - whole.sent_tp == pytest.approx(TOKENS / 4 * 3 * 4 * (4 * 8 * 2 * 1024) * 3 / 4)
+    halves = parallel_3d_cost(size, 2, 2, 1, Work(TOKENS, ep=2))
+    assert halves.state_bytes == 16 * (others - norm + experts) / 4
 
 
 def test_reducing_every_microbatch_saves_whole_gradients_and_costs_a_reduce_each() -> None:

@@ -223,7 +223,7 @@ def test_parameters_that_stay_gathered_are_counted_whole() -> None:
     size = kept.roles[0].size
     reduced = (4 + 4) * size.layers[0].parameters  # a layer's gradient, and what is sent of it
     assert role_cost(kept, kept.roles[0]).gathered == 4 * size.parameters + reduced
-    two_layers = 4 * (2 * size.layers[0].parameters + size.ends)
+    two_layers = 4 * (2 * size.layers[0].parameters + size.outside_layers)
     assert role_cost(freed, freed.roles[0]).gathered == two_layers + reduced
 
 

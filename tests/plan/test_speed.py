@@ -122,7 +122,7 @@ def test_a_mixture_counts_the_experts_that_a_token_uses():
     role, (layer,) = run.roles[0], run.roles[0].size.layers
     half = layer.parameters // 2
     mixture = LayerSize(layer.num, layer.parameters - half, 0, half, experts=8, expert_width=1)
-    mixed = replace(run, roles=(replace(role, size=replace(role.size, layers=(mixture,), used=2)),))
+    mixed = replace(run, roles=(replace(role, size=replace(role.size, layers=(mixture,), experts_per_token=2)),))
     assert mixed.roles[0].parameters == role.parameters
     in_use = role.size.in_layers - layer.num * half * 6 / 8
     assert mixed.roles[0].size.used_in_layers == pytest.approx(in_use)

@@ -20,17 +20,10 @@ def trajectory_that(
 ) -> Trajectory:
     """Two prompt tokens and two of the policy's; `fields` are the prompt's."""
     return Trajectory(
-        prompt=Prompt(id="train-3", token_ids=[7, 8], fields=fields),
-        group_id=3,
-        sample=sample,
-        token_ids=[7, 8, 5, 1],
-        loss_mask=[False, False, True, True],
-        behavior_logprobs=[0.0, 0.0, -0.5, -1.25],
-        weight_versions=[-1, -1, 4, 4],
-        completion_ids=[5, 1],
-        completion=completion,
-        finish_reason=finish_reason,
-    )
+        prompt=Prompt(id="train-3", token_ids=[7, 8], fields=fields), group_id=3, sample=sample, token_ids=[7, 8, 5, 1],
+        loss_mask=[False, False, True, True], behavior_logprobs=[0.0, 0.0, -0.5, -1.25], weight_versions=[-1, -1, 4, 4],
+        completion_ids=[5, 1], completion=completion, finish_reason=finish_reason,
+    )  # fmt: skip
 
 
 _leaked: list[Prompt] = []

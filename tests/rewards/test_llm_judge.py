@@ -147,30 +147,13 @@ def test_an_answer_without_a_good_score_is_an_error(answer, message):
 @pytest.mark.parametrize(
     ("answer", "score"),
     [
-        *[
-            ("Wrong. Score: -1", -1.0),
-            ("Score: -8", -8.0),
-            ("Score: −8", -8.0),
-            ("Score: .5", 0.5),
-            ("Score: -.5", -0.5),
-        ],
-        *[("Score: +3", 3.0), ("Score: 10.", 10.0), ("**Score:** 8/10", 8.0), ("Score: **8** out of 10", 8.0)],
-        *[("Score (-10 to 10): 4", 4.0), ('{"score": -2.5}', -2.5), ("score = 3 + 4 = 7", 7.0), ("final_score=6", 6.0)],
-        *[
-            ("Score: 8 (ratio: 3)", 8.0),
-            ("Score: [[7]]", 7.0),
-            ("Score\n\n7", 7.0),
-            ("score 7", 7.0),
-            ("Score: 1e-1", 0.1),
-        ],
-        *[
-            ("Score: 8, fine", 8.0),
-            ("Score: 8 or so", 8.0),
-            ("Score: 8/10\n\n9 is too high.", 8.0),
-            (r"Score: \boxed{8}", 8.0),
-            ("Score: 8\n- 2 mistakes", 8.0),
-            ("<think>Score: 2</think>Score: 8", 8.0),
-        ],
+        *[("Wrong. Score: -1", -1.0), ("Score: -8", -8.0), ("Score: −8", -8.0), ("Score: .5", 0.5)],
+        *[("Score: -.5", -0.5), ("Score: +3", 3.0), ("Score: 10.", 10.0), ("**Score:** 8/10", 8.0)],
+        *[("Score: **8** out of 10", 8.0), ("Score (-10 to 10): 4", 4.0), ('{"score": -2.5}', -2.5)],
+        *[("score = 3 + 4 = 7", 7.0), ("final_score=6", 6.0), ("Score: 8 (ratio: 3)", 8.0), ("Score: [[7]]", 7.0)],
+        *[("Score\n\n7", 7.0), ("score 7", 7.0), ("Score: 1e-1", 0.1), ("Score: 8, fine", 8.0)],
+        *[("Score: 8 or so", 8.0), ("Score: 8/10\n\n9 is too high.", 8.0), (r"Score: \boxed{8}", 8.0)],
+        *[("Score: 8\n- 2 mistakes", 8.0), ("<think>Score: 2</think>Score: 8", 8.0)],
         *[("Score: 3 for style. Score: -4", -4.0), ("Score -7", -7.0)],
     ],
 )
@@ -195,29 +178,10 @@ def test_every_form_of_a_number_in_the_range_is_read(score, form):
 @pytest.mark.parametrize(
     "answer",
     [
-        *[
-            "Score: 7-8",
-            "Score: 7,5",
-            "Score: 4/5",
-            "Score - 7",
-            "Score: - 7",
-            "Score: 3 out of 5",
-            "Score: 3. Score: 7-8",
-        ],
-        *[
-            "Score: 8 or 9",
-            "Score: **8** or **9**",
-            "Score: 8 (maybe 9)",
-            "Score: 8 to 9",
-            "Score: 8 ± 1",
-            "Score: 8~9",
-            "Score: 7½",
-            "Score: 8/10 or 9/10",
-            "Score: 8/10 (or 9/10)",
-            "Score: 8 out of 10, maybe 9",
-            "Score: 8/10-9/10",
-            "Score: 8 points or 9 points",
-        ],
+        *["Score: 7-8", "Score: 7,5", "Score: 4/5", "Score - 7", "Score: - 7", "Score: 3 out of 5"],
+        *["Score: 3. Score: 7-8", "Score: 8 or 9", "Score: **8** or **9**", "Score: 8 (maybe 9)", "Score: 8 to 9"],
+        *["Score: 8 ± 1", "Score: 8~9", "Score: 7½", "Score: 8/10 or 9/10", "Score: 8/10 (or 9/10)"],
+        *["Score: 8 out of 10, maybe 9", "Score: 8/10-9/10", "Score: 8 points or 9 points"],
     ],
 )
 def test_a_score_that_may_mean_two_numbers_is_an_error(answer):

@@ -114,12 +114,7 @@ def test_what_has_to_be_calculated_is_never_equal_to_its_value(first, second, op
 
 SYMBOLS = st.sampled_from(["x", "y", "n", r"\pi", r"\alpha", "2", "7", "0.5"])
 OPERATORS = [
-    "{}+{}",
-    "{}-({})",
-    r"\frac{{{}}}{{{}}}",
-    "({})({})",
-    r"\sqrt{{{}+{}^2}}",
-    r"\sin({}) + {}",
+    *["{}+{}", "{}-({})", r"\frac{{{}}}{{{}}}", "({})({})", r"\sqrt{{{}+{}^2}}", r"\sin({}) + {}"],
     r"\left|{}\right|-{}",
 ]
 EXPRESSIONS = st.recursive(
@@ -144,26 +139,12 @@ EQUAL_WRITING = [
     lambda text: text.replace(r"\left|", "abs(").replace(r"\right|", ")"),
 ]
 LOST = [
-    r"\vec{{{}}}",
-    "({})'",
-    r"\nabla {}",
-    r"\heartsuit {}",
-    r"\neg {}",
-    "{}^*",
-    "({})^T",
-    r"{} \text{{ is wrong}}",
-    r"\pm({})",
-    "q', {}",
+    *[r"\vec{{{}}}", "({})'", r"\nabla {}", r"\heartsuit {}", r"\neg {}", "{}^*", "({})^T", r"{} \text{{ is wrong}}"],
+    *[r"\pm({})", "q', {}"],
 ]
 LOST += [
-    r"{} \text{{ or }} {}+1",
-    "{}, {}+1",
-    "{}+1 = {}",
-    r"\frac{{d}}{{dx}} ({})",
-    r"\int {}",
-    r"\overline{{{}}}",
-    "-2 < {}",
-    r"\lfloor {}",
+    *[r"{} \text{{ or }} {}+1", "{}, {}+1", "{}+1 = {}", r"\frac{{d}}{{dx}} ({})", r"\int {}", r"\overline{{{}}}"],
+    *["-2 < {}", r"\lfloor {}"],
 ]
 
 
@@ -251,11 +232,7 @@ def test_adversarial_texts_return(completion):
         ("-1,234.5", {Fraction(-2469, 2)}),
         (".5", {Fraction(1, 2)}),
         ("25%", {25, Fraction(1, 4)}),
-        ("12 3", None),
-        ("1,23", None),
-        ("7/0", None),
-        ("", None),
-        ("dollars", None),
+        *[("12 3", None), ("1,23", None), ("7/0", None), ("", None), ("dollars", None)],
     ],
 )
 def test_a_plain_number_is_read_exactly(text, values):

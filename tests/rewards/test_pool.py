@@ -16,7 +16,7 @@ import psutil
 import pytest
 from reward_functions import trajectory_that
 from reward_workers import outcomes, reasons, started
-from waits import comes_true
+from waits import comes_true, is_gone
 
 from lightrl.errors import RewardError
 from lightrl.rewards import RewardPool, RewardResult, supervisor
@@ -31,13 +31,6 @@ def pool_of(function: str, **settings: object) -> AbstractContextManager[RewardP
 
 def descendants() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def all_end(pids: Iterable[int]) -> bool:

@@ -52,12 +52,8 @@ def answered(row: dict[str, Any], completion: str) -> Trajectory:
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("{}", 1.0),
-        ("<think>40</think>\n{}", 1.0),
-        ("so <answer>7</answer> no, <answer> {} </answer>", 1.0),
-        ("7", 0.0),
-        ("many", 0.0),
-        ("", 0.0),
+        *[("{}", 1.0), ("<think>40</think>\n{}", 1.0), ("so <answer>7</answer> no, <answer> {} </answer>", 1.0)],
+        *[("7", 0.0), ("many", 0.0), ("", 0.0)],
     ],
 )
 def test_the_data_sets_own_scorer_gives_the_reward(completion: str, reward: float) -> None:

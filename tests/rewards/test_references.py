@@ -54,15 +54,8 @@ def test_an_answer_that_is_only_thought_is_none():
             ("lightrl.rewards.math_answer", {"answer": answer}, "needs a reference|no completion can equal")
             for answer in (
                 *[(), set(), np.array([]), np.float64("nan"), Decimal("nan"), float("inf"), b"7", ["7", ""], [["7"]]],
-                *[
-                    {},
-                    {"a": "7", "b": "8"},
-                    [{"text": "7"}],
-                    (item for item in "7"),
-                    r"\boxed{}",
-                    "#### ",
-                    r"x \boxed{ }",
-                ],
+                *[{}, {"a": "7", "b": "8"}, [{"text": "7"}], (item for item in "7"), r"\boxed{}", "#### "],
+                r"x \boxed{ }",
             )
         ],
         (math_answer, {}, "needs a reference"),

@@ -61,7 +61,7 @@ def guards() -> list[psutil.Process]:
 def run(sandbox: LocalSandbox, program: str, stdin: str = "", **limits: float) -> Run:
     """Runs it and checks that no process and no folder is left."""
     result = sandbox.run(program, stdin, Limits(**{"cpu_s": 600, "wall_s": 600, **limits}))
-    assert guards()
+    assert guards() or not isinstance(sandbox, LocalSandbox)
     assert [guard.children(recursive=True) for guard in guards()] == [[]] * len(guards())
     assert list(Path(tempfile.gettempdir()).glob(f"{own_prefix('lightrl-sandbox-')}*/program.py")) == []
     return result
@@ -221,7 +221,7 @@ for path in ("/proc/{os.getpid()}/environ", "/proc/self/environ", "/proc", "/roo
     assert "do-not-tell" not in result.stdout
     names, *answers = result.stdout.splitlines()
     assert set(names.strip("[]").replace("'", "").split(", ")) <= {
-        *("HOME", "TMPDIR", "PATH", "LANG", "LC_CTYPE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+        *("HOME", "TMPDIR", "PATH", "LANG", "LC_CTYPE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     }
     assert answers == ["no"] * 6
 
@@ -263,8 +263,9 @@ def test_the_network_is_closed(sandbox, family):
             family, "'\\0x'"
         )
         result = run(sandbox, f"import socket\nsocket.socket(socket.{family}).connect({address})\nprint('connected')")
-    assert "PermissionError" in result.stderr
-    assert result.stdout == ""
+    # An agent has its own network, where nothing listens.
+    assert ("PermissionError" if isinstance(sandbox, LocalSandbox) else "Error") in result.stderr
+    assert "connected" not in result.stdout
 
 
 def test_huge_files_and_many_files_are_refused(sandbox):
@@ -373,7 +374,7 @@ def test_a_program_is_refused_where_nothing_would_hold_it(layers):
 
 
 def test_unknown_layers_and_limits_that_are_not_positive_are_refused():
-    with pytest.raises(ValueError, match=r"layers=\['walls'\] do not exist"):
+    with pytest.raises(ValueError, match=r"Unknown layers \['walls'\]"):
         LocalSandbox(layers=["walls"])
     with pytest.raises(ValueError, match="wall_s must be a finite number above 0, got 0"):
         Limits(wall_s=0)

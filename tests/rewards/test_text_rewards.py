@@ -84,13 +84,9 @@ def test_text_rewards_read_the_answer_and_rewards_of_format_the_whole_completion
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        ("The age is 7.\n</think>\n3", 1.0),
-        ('<think>```json\n"x"\n```</think>3', 1.0),
-        ("<think>```json\n3\n```</think>No.", 0.0),
-        ("<think>3", 0.0),
-        ("So:\n~~~json\n3\n~~~", 1.0),
-        ("- So:\n\n  ```json\n  3\n  ```\n", 1.0),
-        ("```python\nx\n```\n```JSON\n3\n", 1.0),
+        *[("The age is 7.\n</think>\n3", 1.0), ('<think>```json\n"x"\n```</think>3', 1.0)],
+        *[("<think>```json\n3\n```</think>No.", 0.0), ("<think>3", 0.0), ("So:\n~~~json\n3\n~~~", 1.0)],
+        *[("- So:\n\n  ```json\n  3\n  ```\n", 1.0), ("```python\nx\n```\n```JSON\n3\n", 1.0)],
     ],
 )
 def test_json_is_read_from_the_last_block_of_the_answer(completion, reward):

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from test_controller import Make, fake, ids, iterate, load_version, make, through_disk, uneven
 
-from lightrl.data import PromptStream, SuccessRateCurriculum
+from lightrl.callbacks import SuccessRateCurriculum
+from lightrl.data import PromptStream
 from lightrl.data.stream import RowPrompts
 from lightrl.engines import FakeEngine
 from lightrl.errors import RewardError, RolloutError

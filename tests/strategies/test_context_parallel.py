@@ -67,11 +67,7 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
         (SCALED, {"cp": 2}, "'granite' does not allow it: .* or it changes logits"),
         (STABLE, {"cp": 2}, "'stablelm' does not allow it: its tokens interact"),
         (tiny_spec(attn_implementation="eager"), {"cp": 2}, "interact beyond causal SDPA attention"),
-        (
-            Role(tiny_spec(), mesh=RoleMesh(0, 2)),
-            {"cp": 2},
-            "whose roles have no mesh, got GRPO",
-        ),
+        (Role(tiny_spec(), mesh=RoleMesh(0, 2)), {"cp": 2}, "whose roles have no mesh, got GRPO"),
     ],
     ids=[
         "ranks",

@@ -4,19 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.families import (
-    FAMILIES,
-    PAGE,
-    ROWS,
-    TOLERANCE,
-    Row,
-    family_spec,
-    make_folder,
-    measure,
-    measure_ranks,
-    measure_replay,
-    with_tables,
-)
+from benchmarks import families
+from benchmarks.families import FAMILIES, TOLERANCE
 from lightrl.strategies.layouts.packing_trial import refuses_packing
 
 REFUSED = {"minimax", "mamba2", "zamba2", "deepseek_v32", "glm_moe_dsa"}
@@ -29,13 +18,13 @@ NOT_PACKED = {"gemma2", "cohere2", "nemotron", "gpt_oss", "llama4_text", *FAMILI
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_5_vl", "qwen3_next", "minimax", "deepseek_v32"])
 def test_a_family_is_exact_in_one_process_or_refused_with_the_reason(family):
-    check(measure(family, fsdp2=False))
+    check(families.measure(family, fsdp2=False))
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("family", ALL)
 def test_a_family_is_exact_on_two_ranks_too_or_refused_with_the_reason(family):
-    row = measure(family)
+    row = families.measure(family)
     check(row)
     assert family in REFUSED or row.fsdp2_grad_error <= TOLERANCE
 
@@ -69,34 +58,34 @@ def check(row):
     ],
 )
 def test_gradients_of_ranks_equal_those_of_one_process(family, num_ranks, settings, bound, tmp_path):
-    make_folder(family, str(tmp_path))
-    assert measure_ranks(str(tmp_path), num_ranks, **settings) <= bound
+    families.make_folder(family, str(tmp_path))
+    assert families.measure_ranks(str(tmp_path), num_ranks, **settings) <= bound
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("family", sorted({*REFUSED, *NOT_PACKED}))
 def test_a_family_whose_rows_cannot_be_cut_is_refused(family, tmp_path):
-    make_folder(family, str(tmp_path))
+    families.make_folder(family, str(tmp_path))
     with pytest.raises(ValueError, match=f"'{family}' does not allow it: its tokens interact beyond causal SDPA"):
-        measure_ranks(str(tmp_path), 2, cp=2)
+        families.measure_ranks(str(tmp_path), 2, cp=2)
 
 
 def test_a_family_that_can_be_packed_is_not_refused_early():
     packed = sorted(set(ALL) - {*REFUSED, *NOT_PACKED})
     assert len(packed) > 30
-    assert not [name for name in packed if refuses_packing(family_spec(name).load_config(), has_logits=True)]
+    assert not [name for name in packed if refuses_packing(families.family_spec(name).load_config(), has_logits=True)]
 
 
 @pytest.mark.extra
 def test_tokens_are_trained_with_the_experts_that_a_bfloat16_engine_chose():
-    row = measure_replay("mixtral")
+    row = families.measure_replay("mixtral")
     assert 0.1 < row.routed_otherwise < 0.9
     assert row.replayed < row.native / 3
 
 
 def test_the_page_has_the_rows_of_the_last_run():
-    rows = [Row(**json.loads(line)) for line in ROWS.read_text().splitlines()]
+    rows = [families.Row(**json.loads(line)) for line in families.ROWS.read_text().splitlines()]
     assert [row.family for row in rows] == ALL
-    assert with_tables(PAGE.read_text(), rows) == PAGE.read_text()
+    assert families.with_tables(families.PAGE.read_text(), rows) == families.PAGE.read_text()
     for row in rows:
         assert row.outcome == ("refused" if row.family in REFUSED else "exact")

@@ -4,6 +4,7 @@ import re
 from typing import Any
 
 import pytest
+from moe_cases import moe_spec
 from transformers import AutoConfig
 
 from lightrl.strategies.parallel_3d.tensor_plans import (
@@ -31,6 +32,8 @@ SPLIT = [
 ]  # fmt: skip
 IN_SLICES, IN_STAGES = [*SPLIT, "nemotron", "nanochat"], [*SPLIT, "glm", "glm4", "olmo2", "olmo3", "apertus"]
 IN_STAGES += ["qwen3_5_text", "olmo_hybrid"]  # hybrids
+SLICED_MIXTURES = ["qwen3_moe", "mixtral", "glm4_moe", "qwen2_moe", "ernie4_5_moe", "dots1"]
+STAGED_MIXTURES = [*SLICED_MIXTURES, "deepseek_v3", "gpt_oss", "deepseek_v2", "glm4_moe_lite", "minimax_m2"]
 
 
 @pytest.mark.parametrize("family", [*IN_SLICES, *IN_STAGES[len(SPLIT) :]])
@@ -39,6 +42,16 @@ def test_a_family_with_a_plan_can_be_split(family: str) -> None:
     for pp, tp in [(1, 2)] * (family in IN_SLICES) + [(2, 1)] * (family in IN_STAGES):
         check_sizes(made, pp, tp, "1F1B", 1)
         check_model(made, tp)
+
+
+@pytest.mark.parametrize("family", STAGED_MIXTURES)
+def test_a_mixture_with_a_plan_can_be_split(family: str) -> None:
+    made = moe_spec(family, vocab_size=18).load_config()
+    check_model(made, 1)
+    check_sizes(made, 2, 1, "1F1B", 1)
+    if family in SLICED_MIXTURES:
+        check_model(made, 2)
+        check_sizes(made, 1, 2, "1F1B", 1)
 
 
 def test_a_head_may_scale_or_cap_its_logits() -> None:
@@ -54,8 +67,11 @@ def test_a_head_may_scale_or_cap_its_logits() -> None:
         ("gpt2", 1, 2, "no plan for its tensor parallelism"),
         ("gpt2", 1, 1, "its body is not just embed_tokens, layers and norm"),
         ("nemotron", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
-        ("qwen3_moe", 2, 1, "it is a mixture of experts"),
-        ("qwen3_moe", 1, 2, "its plan has packed_colwise for layers.*.mlp.experts.gate_up_proj"),
+        ("deepseek_v3", 1, 2, "no part of self_attn.q_a_proj (Linear) can be computed separately"),
+        ("gpt_oss", 1, 2, "no plan for its tensor parallelism"),
+        ("llama4_text", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("glm_moe_dsa", 2, 1, "it is a mixture of experts with states or sparse attention"),
+        ("qwen3_next", 2, 1, "it is a mixture of experts with states or sparse attention"),
         ("phi3", 1, 2, "its plan has colwise_gather_output for layers.*.self_attn.qkv_proj"),
         ("olmo2", 1, 2, "its plan has colwise_gather_output"),
         ("apertus", 1, 2, "no part of mlp.act_fn (XIELUActivation) can be computed separately"),
@@ -105,12 +121,12 @@ def test_stages_per_rank_belong_to_the_interleaved_schedule() -> None:
 
 def test_every_layer_is_on_one_stage_in_order() -> None:
     for num_stages in range(1, 9):
-        parts = split_layers(config(), num_stages)
+        parts = split_layers(config(), num_stages, 3840)
         assert [layer for part in parts for layer in part] == list(range(8))
         assert all(parts)
 
 
 def test_embedding_and_head_count_as_layers() -> None:
     # A layer has 2 · 16 · 4 · (8 + 4) + 3 · 16 · 48 = 3,840 parameters; embedding and head are two layers each.
-    sizes = [len(part) for part in split_layers(config(vocab_size=480), 4)]
+    sizes = [len(part) for part in split_layers(config(vocab_size=480), 4, 3840)]
     assert sizes == [1, 3, 3, 1]

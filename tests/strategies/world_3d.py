@@ -1,16 +1,18 @@
 """A world of processes that trains tiny models split over them, and the same in each process alone, and compares.
 
-    python tests/strategies/world_3d.py '[[2, 1, 1, "1F1B", "qwen3"], …]'
+    python tests/strategies/world_3d.py '[[2, 1, 1, "1F1B", "qwen3"], [2, 2, 1, "1F1B", "mixtral", "routes", 2, 1], …]'
 
-starts as many processes as (pp · dp · tp) says, a world for the cases of each size, all at once and forked from this
-one, which has imported everything once. It prints a JSON line for each case: the largest relative differences to one
-process.
+starts as many processes as (pp · dp · cp · tp) says, a world for the cases of each size, all at once and forked from
+this one, which has imported everything once. The last two numbers are ep and cp. It prints a JSON line for each case:
+the largest relative differences to one process.
 """
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
+from moe_cases import moe_model
 from rank_scripts import fork_runs
 from second_device import second_device
 from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_supports, with_teacher_topk
@@ -26,8 +29,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.families import FAMILIES as OF_KINDS
+from lightrl.columns import NATIVE
 from lightrl.experience import Experience
 from lightrl.models import Outputs, scalar_head
+from lightrl.models.expert_parallel import expert_mesh
+from lightrl.models.routes import RouteLayout
 from lightrl.models.tuning import held_tensors
 from lightrl.strategies import LogprobSettings, ShardedExperience, SingleModel, whole
 from lightrl.strategies.parallel_3d.stages import ends_group, split_model
@@ -37,7 +43,7 @@ from lightrl.strategies.ranks.processes import local, square_norm
 NUM_UPDATES = 2
 MAX_NORM = 0.5
 SETTINGS = LogprobSettings(temperature=0.8, min_new_tokens=1, stop_token_ids=(1, 5), num_ids=16)
-DENSE = OF_KINDS["dense"]
+DENSE, MIXTURES = OF_KINDS["dense"], OF_KINDS["mixture of experts"]
 TOPK = 12  # of the 18 tokens, of which a tensor rank has half
 
 
@@ -52,6 +58,8 @@ def make_model(family: str) -> Any:
         assert head is not None
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return model
+    if family in MIXTURES:
+        return moe_model(family, **changes)
     FAMILIES.setdefault(family, {**DENSE.get(family, DENSE["llama"]), "model_type": family})
     if "layer_types" in FAMILIES[family]:
         changes["layer_types"] = FAMILIES[family]["layer_types"] * 2
@@ -67,6 +75,17 @@ def parts(seed: int, *, is_truncated: bool) -> list[Experience]:
     return [experience.select(range(start, end)) for start, end in ((0, 3), (3, 9), (9, 14), (14, 18))]
 
 
+def with_routes(experience: Experience, config: Any, known: float = 0.8) -> Experience:
+    """Each token with two random experts in each block; known for this fraction of the tokens."""
+    layout = RouteLayout.of(config)
+    assert layout is not None
+    generator = torch.Generator().manual_seed(4)
+    shape = (*experience.token_ids.shape, len(layout.layers), layout.num_experts)
+    routes = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.uint8).flatten(2)
+    is_known = torch.rand(experience.token_ids.shape, generator=generator) < known
+    return experience.with_tensors({"routes": torch.where(is_known[..., None], routes, NATIVE)})
+
+
 def loss_of(experience: Experience, outputs: Outputs) -> Tensor:
     num, width = outputs.logprobs.shape
     weights = torch.linspace(-1, 2, num * 40).view(num, 40)[:, :width]
@@ -79,21 +98,40 @@ def loss_of(experience: Experience, outputs: Outputs) -> Tensor:
     return loss / 100
 
 
+def add_loss(losses: list[Tensor], experience: Experience, outputs: Outputs) -> Tensor:
+    losses.append(loss_of(experience, outputs))
+    return losses[-1]
+
+
 def difference(left: Tensor, right: Tensor) -> float:
     return float((left - right).abs().max() / right.abs().max().clamp(min=1e-6))
 
 
-def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "rectangles") -> dict[str, Any]:
+def compare(
+    pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "rectangles", ep: int = 1, cp: int = 1
+) -> dict[str, Any]:
     single, split_one = make_model(family), make_model(family)
-    mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    stages = {"schedule": schedule, "stages_per_rank": 1 if schedule == "1F1B" else 2}
-    split = split_model(split_one, mesh, ends=ends_group(mesh), checkpoint_activations=form == "checkpointed", **stages)
-    alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS, is_packed=form == "packed")
+    mesh = init_device_mesh("cpu", (pp, dp * cp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    rows = init_device_mesh("cpu", (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    split = split_model(
+        split_one,
+        mesh,
+        ends=ends_group(mesh),
+        experts=expert_mesh("cpu", num_stages=pp, ep=ep) if ep > 1 else None,
+        schedule=schedule,
+        stages_per_rank=1 if schedule == "1F1B" else 2,
+        checkpoint_activations="checkpointed" in form,
+    )
+    alone = SingleModel(single, SETTINGS)
+    group = rows["cp"].get_group() if cp > 1 else None
+    spread = Parallel3DModel(split, SETTINGS, is_packed="packed" in form, context_group=group)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (single, split_one)]
-    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "norm": 0.0}
+    actual: dict[str, float] = {"outputs": 0.0, "loss": 0.0, "gradients": 0.0, "largest": 0.0, "norm": 0.0}
     for update in range(NUM_UPDATES):
         everything = parts(seed=update, is_truncated=form in ("truncated", "batch by batch"))
-        share = everything[mesh["dp"].get_local_rank() :: dp]
+        if "routes" in form:
+            everything = [with_routes(part, single.config) for part in everything]
+        share = everything[rows["dp"].get_local_rank() :: dp]
         topk = 0 if form in ("truncated", "batch by batch") else TOPK
         for one, other in zip(spread.forward(share, topk=topk), alone.forward(share, topk=topk), strict=True):
             if other.teacher_topk_ids is not None and not torch.equal(one.teacher_topk_ids, other.teacher_topk_ids):
@@ -108,15 +146,7 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             optimizer.zero_grad()
         losses: list[Tensor] = []
         alone_losses: list[Tensor] = []
-
-        def spread_loss(experience: Experience, outputs: Outputs, losses: list[Tensor] = losses) -> Tensor:
-            losses.append(loss_of(experience, outputs))
-            return losses[-1]
-
-        def alone_loss(experience: Experience, outputs: Outputs, losses: list[Tensor] = alone_losses) -> Tensor:
-            losses.append(loss_of(experience, outputs))
-            return losses[-1]
-
+        spread_loss, alone_loss = partial(add_loss, losses), partial(add_loss, alone_losses)
         if form == "batch by batch":
             for part in share:
                 (spread_loss(part, spread.measure(part)) * dp).backward()
@@ -132,8 +162,9 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
             if expected_gradient is not None:
                 apart = float((whole(value.grad) - expected_gradient).norm() / expected_gradient.norm().clamp(min=1e-6))
                 actual["gradients"] = max(actual["gradients"], apart)
+                actual["largest"] = max(actual["largest"], difference(whole(value.grad), expected_gradient))
         total = torch.stack(losses).sum().detach()
-        dist.all_reduce(total, group=mesh["dp"].get_group())
+        dist.all_reduce(total, group=rows["dp"].get_group())
         expected_losses = torch.stack(alone_losses).detach()
         apart = (total - expected_losses.sum()).abs() / expected_losses.abs().sum()
         actual["loss"] = max(actual["loss"], float(apart))
@@ -165,17 +196,20 @@ def compare(pp: int, dp: int, tp: int, schedule: str, family: str, form: str = "
     actual["left"] = float(sum(not local(value).is_meta for value in [*split_one.parameters(), *split_one.buffers()]))
     numbers = torch.tensor(list(actual.values()))
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    names = ["pp", "dp", "tp", "schedule", "family", "form"]
-    case = dict(zip(names, (pp, dp, tp, schedule, family, form), strict=True))
-    return {**case, **dict(zip(actual, numbers.tolist(), strict=True))}
+    return {"form": form, "ep": ep, "cp": cp, **dict(zip(actual, numbers.tolist(), strict=True))}
 
 
-def compare_rounding(pp: int, dp: int, tp: int, schedule: str, family: str, form: str) -> dict[str, Any]:
+def compare_rounding(
+    pp: int, dp: int, tp: int, schedule: str, family: str, form: str, ep: int = 1, cp: int = 1
+) -> dict[str, Any]:
     """How far bf16-mixed takes the gradients of a split model from those in float32, against one process."""
     exact, single, split_one = (make_model(family) for _ in range(3))
     mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-    split = split_model(split_one, mesh, ends=ends_group(mesh), schedule=schedule)
+    experts = expert_mesh("cpu", num_stages=pp, ep=ep) if ep > 1 else None
+    split = split_model(split_one, mesh, ends=ends_group(mesh), experts=experts, schedule=schedule, is_mixed=True)
     microbatches = parts(seed=0, is_truncated=False)
+    if family in MIXTURES:  # rounding must not choose other experts
+        microbatches = [with_routes(part, exact.config, known=1.0) for part in microbatches]
     SingleModel(exact, SETTINGS).forward_backward(microbatches, loss_of, Tensor.backward)
     alone, spread = SingleModel(single, SETTINGS), Parallel3DModel(split, SETTINGS)
     with torch.autocast("cpu", torch.bfloat16):
@@ -188,14 +222,14 @@ def compare_rounding(pp: int, dp: int, tp: int, schedule: str, family: str, form
             gradients = (whole(value.grad), single.get_parameter(name).grad)
             squares += torch.stack([(gradient - exact_gradient).square().sum() for gradient in gradients])
     dist.all_reduce(squares)
-    return {"pp": pp, "tp": tp, "family": family, "form": form, "rounding": float((squares[0] / squares[1]).sqrt())}
+    return {"form": form, "rounding": float((squares[0] / squares[1]).sqrt())}
 
 
 def work(cases: list[list[Any]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in cases:
-        actual = (compare_rounding if case[-1] == "mixed" else compare)(*case)
+        actual = {"case": case, **(compare_rounding if "mixed" in case else compare)(*case)}
         if dist.get_rank() == 0:
             os.write(1, (json.dumps(actual) + "\n").encode())  # a line at once: several worlds print
     dist.barrier()
@@ -205,7 +239,7 @@ def work(cases: list[list[Any]]) -> None:
 def main(cases: list[list[Any]]) -> int:
     worlds: dict[int, list[list[Any]]] = {}
     for case in cases:
-        worlds.setdefault(case[0] * case[1] * case[2], []).append(case)
+        worlds.setdefault(math.prod([*case[:3], *case[7:]]), []).append(case)
     return fork_runs(list(worlds), lambda size: work(worlds[size]))
 
 

@@ -13,29 +13,21 @@ from rank_scripts import fork_runs, gathered_tensors, leave
 from resharded_run import SPEC, weights_of
 from tiny_run import Digits, TinyGRPO, make_trainer
 
-from lightrl import (
-    FakeEngine,
-    FSDP2Strategy,
-    LocalEngine,
-    Parallel3DStrategy,
-    RolloutEngine,
-    Sampling,
-    StalenessControl,
-)
+import lightrl
 from lightrl.errors import LightRLError
 
 POLICY = replace(SPEC, config={**SPEC.config, "max_position_embeddings": 256})  # type: ignore[dict-item]
 ITERATIONS = 6
 SPREAD: dict[int, dict[str, Any]] = {
     1: {},
-    2: {"devices": 2, "strategy": FSDP2Strategy()},
-    4: {"devices": 4, "strategy": Parallel3DStrategy(pp=2, dp=2, tp=1)},
+    2: {"devices": 2, "strategy": lightrl.FSDP2Strategy()},
+    4: {"devices": 4, "strategy": lightrl.Parallel3DStrategy(pp=2, dp=2, tp=1)},
 }
 
 
 class Lagging(TinyGRPO):
     def __init__(self) -> None:
-        sampling = Sampling(max_new_tokens=200, min_new_tokens=160)
+        sampling = lightrl.Sampling(max_new_tokens=200, min_new_tokens=160)
         super().__init__(POLICY, sampling=sampling, decoupled=True, num_minibatches=2)
         self.losses: list[float] = []
 
@@ -48,9 +40,9 @@ class Lagging(TinyGRPO):
 
 def run_ranks(size: int, folder: Path) -> None:
     module = Lagging()
-    engine = FakeEngine(seconds_per_token=lambda *_: random.SystemRandom().uniform(0, 0.004))
+    engine = lightrl.FakeEngine(seconds_per_token=lambda *_: random.SystemRandom().uniform(0, 0.004))
     trainer = make_trainer(
-        folder / f"{size}", engine=engine, max_steps=ITERATIONS, callbacks=[StalenessControl(2)], **SPREAD[size]
+        folder / f"{size}", engine=engine, max_steps=ITERATIONS, callbacks=[lightrl.StalenessControl(2)], **SPREAD[size]
     )
     trainer.fit(module, datamodule=Digits())
     seen = [gathered_tensors(experience) for experience in module.experiences]
@@ -66,7 +58,7 @@ def run_ranks(size: int, folder: Path) -> None:
     )
 
 
-class Lying(LocalEngine):
+class Lying(lightrl.LocalEngine):
     """From version 3 on, its logprobs are off."""
 
     async def generate(self, *args: Any, **settings: Any) -> Any:
@@ -75,12 +67,12 @@ class Lying(LocalEngine):
         return [replace(item, logprobs=[value - off for value in item.logprobs]) for item in completions]
 
     def generate_group(self, *args: Any, **settings: Any) -> Any:
-        return RolloutEngine.generate_group(self, *args, **settings)
+        return lightrl.RolloutEngine.generate_group(self, *args, **settings)
 
 
 def run_lies(size: int, folder: Path) -> None:
-    module = TinyGRPO(POLICY, num_minibatches=2, lr=1e-2, sampling=Sampling(max_new_tokens=20))
-    trainer = make_trainer(folder, engine=Lying(), max_steps=9, callbacks=[StalenessControl(2)], **SPREAD[size])
+    module = TinyGRPO(POLICY, num_minibatches=2, lr=1e-2, sampling=lightrl.Sampling(max_new_tokens=20))
+    trainer = make_trainer(folder, engine=Lying(), max_steps=9, callbacks=[lightrl.StalenessControl(2)], **SPREAD[size])
     with contextlib.suppress(LightRLError):
         trainer.fit(module, datamodule=Digits())
     leave(trainer.global_step, folder / f"lies-{size}")

@@ -25,21 +25,8 @@ from sglang_run import SERVER
 from tiny import rollout_state
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 
-from lightrl import (
-    Experience,
-    FSDP2Strategy,
-    LocalEngine,
-    ModelSpec,
-    Outputs,
-    Parallel3DStrategy,
-    Prompt,
-    Sampling,
-    SGLangEngine,
-    StalenessControl,
-    Trajectory,
-    TrajectoryDataModule,
-    TrajectoryLog,
-)
+import lightrl
+from lightrl import Sampling, StalenessControl
 from lightrl.columns import TokenArray
 from lightrl.engines import Completion
 from lightrl.engines.servers.request import Answer, CompletionDraft
@@ -48,7 +35,7 @@ from lightrl.workflows.multi_turn import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 LAYERS = {**CONFIG, "num_hidden_layers": 2, "tie_word_embeddings": False}
-POLICY = ModelSpec(config={**LAYERS, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
+POLICY = lightrl.ModelSpec(config={**LAYERS, "max_position_embeddings": 128}, tokenizer="tiny_run.tokenizer", seed=3)
 
 
 def with_doubts(completion: Completion) -> Completion:
@@ -56,7 +43,7 @@ def with_doubts(completion: Completion) -> Completion:
     return replace(completion, columns={**completion.columns, DOUBT.name: values})
 
 
-class Doubting(LocalEngine):
+class Doubting(lightrl.LocalEngine):
     async def generate(self, *args: Any, **request: Any) -> list[Completion]:
         return [with_doubts(completion) for completion in await super().generate(*args, **request)]
 
@@ -64,7 +51,7 @@ class Doubting(LocalEngine):
         return {seed: with_doubts(completion) for seed, completion in (await super().unfinished()).items()}
 
 
-class DoubtingServers(SGLangEngine):
+class DoubtingServers(lightrl.SGLangEngine):
     client_type = DoubtingClient
 
 
@@ -74,7 +61,7 @@ class Turns(Workflow):
     def __init__(self, tokenizer: Any) -> None:
         self.renderer = TurnRenderer(tokenizer)
 
-    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+    async def run(self, prompt: lightrl.Prompt, generate: Generate) -> lightrl.Trajectory:
         conversation = Conversation(self.renderer, prompt)
         conversation.add_completion(await generate(list(conversation.token_ids)))
         conversation.add_observation(conversation.encode_observation([{"role": "user", "content": "3"}]))
@@ -88,7 +75,7 @@ class Branches(Workflow):
     def __init__(self, tokenizer: Any) -> None:
         self.renderer = TurnRenderer(tokenizer)
 
-    async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
+    async def run(self, prompt: lightrl.Prompt, generate: Generate) -> lightrl.Trajectory:
         question = list(prompt.token_ids or [])
         joined, beside = (Conversation(self.renderer, replace(prompt, token_ids=ids)) for ids in
                           (question, [*question[:2], 3, 6]))  # fmt: skip
@@ -107,7 +94,7 @@ class Checked(TinyGRPO):
         super().__init__(**{**own, **settings})
         self.num_seen = 0
 
-    def loss(self, experience: Experience, outputs: Outputs) -> Any:
+    def loss(self, experience: lightrl.Experience, outputs: lightrl.Outputs) -> Any:
         mask = experience.loss_mask
         expected = torch.from_numpy(doubts(experience.token_ids.numpy(), experience.behavior_logprobs.numpy()))
         found = experience["doubt"]
@@ -167,11 +154,11 @@ def resumed(folder: Path) -> int:
 
 def replayed(folder: Path) -> int:
     """Writes trajectories down, and trains on what is in the files."""
-    run(folder, "log", callbacks=[TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)])
+    run(folder, "log", callbacks=[lightrl.TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)])
     written = folder / "log" / "trajectories"
     lines = [json.loads(line) for file in sorted(written.glob("iteration-*.jsonl")) for line in file.open()]
     assert all(len(line["trajectory"]["doubt"]) == len(line["trajectory"]["token_ids"]) for line in lines)
-    return run(folder, "from files", data=TrajectoryDataModule(str(written)))
+    return run(folder, "from files", data=lightrl.TrajectoryDataModule(str(written)))
 
 
 def on_servers(folder: Path, workers: int) -> int:
@@ -192,9 +179,9 @@ def train_all(folder: Path, size: int) -> None:
     }
     if size == 2:
         strategies: dict[str, Callable[[], Any]] = {
-            "FSDP2": FSDP2Strategy,
-            "cp": partial(FSDP2Strategy, cp=2),
-            "pp": partial(Parallel3DStrategy, pp=2),
+            "FSDP2": lightrl.FSDP2Strategy,
+            "cp": partial(lightrl.FSDP2Strategy, cp=2),
+            "pp": partial(lightrl.Parallel3DStrategy, pp=2),
         }
         layouts = {name: partial(several_ranks, folder, name, make) for name, make in strategies.items()}
     leave({name: train() for name, train in layouts.items()}, folder / str(size))

@@ -2,8 +2,8 @@
 
     python tests/trainer/divided_experts_run.py FOLDER short|long
 
-`FOLDER/model` is what all runs start from. Each run leaves its model in `FOLDER/<run>` and, on rank 0, the metrics of
-its updates in `FOLDER/<run>.updates`.
+`FOLDER/model` is what all runs start from; if `FOLDER/sliced` exists, tensor ranks split it too. Each run leaves its
+model in `FOLDER/<run>` and, on rank 0, the metrics of its updates in `FOLDER/<run>.updates`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from replay_run import OtherRoutes
 from several_ranks_run import Recorded
 from tiny_run import Digits, make_trainer
 
-from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, ModelSpec
+from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, ModelSpec, Parallel3DStrategy, WeightSync
 
 # One of eight trajectories is lost, so one of four ranks has none in a minibatch.
 SETTINGS: dict[str, Any] = {"num_minibatches": 2, "microbatch_tokens": 20, "decoupled": True, "loses_some": True}
@@ -40,6 +40,7 @@ def train(
     policy = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer")
     module = Recorded(policy=policy, **SETTINGS, **(optimizer or ADAM))
     callbacks: list[Any] = [HuggingFaceExport(str(folder / name))]
+    callbacks += [WeightSync(verify=False)] if isinstance(engine, OtherRoutes) else []  # its routes were not used
     if ckpt_path is None:
         callbacks += [
             ModelCheckpoint(folder / f"{name} saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
@@ -62,6 +63,10 @@ def ranks(num: int, ep: int, **settings: Any) -> dict[str, Any]:
     return {"devices": num, "strategy": FSDP2Strategy(ep=ep, **settings)}
 
 
+def split(**sizes: Any) -> dict[str, Any]:
+    return {"devices": 4, "strategy": Parallel3DStrategy(**sizes)}
+
+
 def on_rank(folder: Path, is_short: bool, size: int) -> None:
     native, replayed = (LocalEngine(threads=1, record_routes=False), OtherRoutes(threads=1))
     if size == 1:
@@ -72,8 +77,18 @@ def on_rank(folder: Path, is_short: bool, size: int) -> None:
         return
     train(folder, "four", **ranks(4, 2))
     train(folder, "untrained", optimizer={"lr": 0.0}, **ranks(4, 2))
+    train(folder, "stages", **split(pp=2, ep=2))
+    train(folder, "untrained stages", optimizer={"lr": 0.0}, **split(pp=2, ep=2))
+    if (folder / "sliced").exists():
+        train(folder, "slices", **split(tp=2, ep=2))
+        train(folder, "untrained slices", optimizer={"lr": 0.0}, **split(tp=2, ep=2))
     if is_short:
         return
+    train(folder, "stages, replayed", engine=replayed, **split(pp=2, ep=2, activation_checkpointing=True))
+    train(folder, "slices, replayed", engine=replayed, **split(tp=2, ep=4))
+    train(folder, "stages, shared rows", **split(pp=2, cp=2, ep=2))
+    for name in ("stages", "slices", "stages, shared rows"):
+        train(folder, f"{name}, then none", ckpt_path=folder / f"{name} saved" / "step=1.ckpt", **ranks(4, 2))
     train(folder, "four, native", engine=native, **ranks(4, 4, activation_checkpointing=True))
     train(folder, "four, replayed", engine=replayed, **ranks(4, 2, activation_checkpointing=True))
     train(folder, "replicas", **ranks(4, 2, num_replicas=2, reduce_every_microbatch=True))
@@ -86,6 +101,8 @@ def on_rank(folder: Path, is_short: bool, size: int) -> None:
     train(folder, "four, then shared rows", ckpt_path=saved, **ranks(4, 1, cp=4))
     train(folder, "shared rows, then none", ckpt_path=folder / "shared rows saved" / "step=1.ckpt", **ranks(4, 1))
     train(folder, "four, then none", ckpt_path=saved, **ranks(4, 1))
+    train(folder, "four, then stages", ckpt_path=saved, **split(pp=2, ep=2))
+    train(folder, "stages, then slices", ckpt_path=folder / "stages saved" / "step=1.ckpt", **split(tp=2, ep=2))
     train(folder, "plain, then ep", ckpt_path=folder / "plain saved" / "step=1.ckpt", **ranks(4, 2))
 
 

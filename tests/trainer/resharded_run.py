@@ -14,16 +14,7 @@ from rank_scripts import fork_runs, leave
 from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer
 from torch import Tensor
 
-from lightrl import (
-    PPO,
-    AdaptiveKL,
-    FSDP2Strategy,
-    HuggingFaceExport,
-    LoRA,
-    ModelSpec,
-    Parallel3DStrategy,
-    Role,
-)
+from lightrl import PPO, AdaptiveKL, FSDP2Strategy, HuggingFaceExport, LoRA, ModelSpec, Parallel3DStrategy, Role
 from lightrl.errors import LightRLError
 from lightrl.models.tuning import held_tensors, tuning_of
 from lightrl.strategies import AtomicCheckpointIO, whole

@@ -17,16 +17,7 @@ from resharded_run import weights_of
 from several_ranks_run import BySGD
 from tiny_run import CONFIG, POLICY, TinyGRPO, train
 
-from lightrl import (
-    Distillation,
-    Environment,
-    FSDP2Strategy,
-    GiGPO,
-    MultiTurn,
-    PromptDataModule,
-    RLCallback,
-    Trajectory,
-)
+from lightrl import Distillation, Environment, FSDP2Strategy, GiGPO, MultiTurn, PromptDataModule, RLCallback, Trajectory
 from lightrl.callbacks.self_play import SelfPlay
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task

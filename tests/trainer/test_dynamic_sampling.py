@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer, train, weights
 
 from lightrl import GDPO, GRPO, DynamicSampling, PromptCurriculum, RLCallback, Sampling, StalenessControl, Trajectory
-from lightrl.data import SuccessRateCurriculum
+from lightrl.callbacks import SuccessRateCurriculum
 
 
 class HalfSolved(TinyGRPO):

@@ -9,17 +9,7 @@ import torch
 from tiny_run import BATCH_SIZE, GROUP_SIZE, TinyGRPO, make_trainer, train
 
 from benchmarks.families import family_spec
-from lightrl import (
-    Experience,
-    LocalEngine,
-    LoRA,
-    ModelSpec,
-    Prompt,
-    PromptDataModule,
-    RLCallback,
-    Role,
-    Sampling,
-)
+from lightrl import Experience, LocalEngine, LoRA, ModelSpec, Prompt, PromptDataModule, RLCallback, Role, Sampling
 from lightrl.callbacks import StalenessControl
 from lightrl.strategies import LogprobSettings, SingleModel
 

@@ -42,14 +42,8 @@ class Slow(RLCallback):
 
 def fit(folder: Path, engine: Any, *callbacks: Any, ckpt_path: Path | None = None) -> Jittery:
     module = Jittery()
-    control = StalenessControl(2)
-    trainer = make_trainer(
-        folder,
-        engine=engine,
-        callbacks=[control, Slow(), *callbacks],
-        max_steps=6,
-        enable_checkpointing=bool(callbacks),
-    )
+    flags = {"max_steps": 6, "enable_checkpointing": bool(callbacks)}
+    trainer = make_trainer(folder, engine=engine, callbacks=[StalenessControl(2), Slow(), *callbacks], **flags)
     trainer.fit(module, datamodule=Digits(), ckpt_path=ckpt_path)
     return module
 

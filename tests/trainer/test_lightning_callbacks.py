@@ -10,31 +10,8 @@ from typing import Any
 import pytest
 import torch
 from habits import habit, refused
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Callback,
-    DeviceStatsMonitor,
-    EarlyStopping,
-    EMAWeightAveraging,
-    GradientAccumulationScheduler,
-    LambdaCallback,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    ModelPruning,
-    ModelSummary,
-    OnExceptionCheckpoint,
-    RichModelSummary,
-    RichProgressBar,
-    SpikeDetection,
-    StochasticWeightAveraging,
-    ThroughputMonitor,
-    Timer,
-    TQDMProgressBar,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as ready
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.tuner import Tuner
@@ -91,12 +68,9 @@ def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.rglob("*.ckpt")} == {"last.ckpt", "epoch=0-step=3.ckpt"}
 
 
-@habit(
-    'EarlyStopping("val/reward", mode="max")',
-    "checks after a validation; see [above](#monitored-metrics)",
-)
+@habit('EarlyStopping("val/reward", mode="max")', "checks after a validation; see [above](#monitored-metrics)")
 def test_early_stopping_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    stop = EarlyStopping("val/reward", mode="max", patience=1, min_delta=9.0)
+    stop = ready.EarlyStopping("val/reward", mode="max", patience=1, min_delta=9.0)
     with caplog.at_level("INFO", logger="lightrl"):
         trainer = train(tmp_path, max_epochs=5, limit_val_batches=1.0, callbacks=[stop])
     assert trainer.global_step == 6
@@ -117,10 +91,10 @@ def test_early_stopping_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_callbacks_loggers_and_a_profiler_run_along(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    timer, profiler, losses, logged = Timer(), SimpleProfiler(), [], Logged("policy/loss")
+    timer, profiler, losses, logged = ready.Timer(), SimpleProfiler(), [], Logged("policy/loss")
     own = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: losses.append(float(outputs["loss"])))
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
-    callbacks = [timer, LearningRateMonitor("step"), DeviceStatsMonitor(cpu_stats=True), own, logged]
+    callbacks = [timer, ready.LearningRateMonitor("step"), ready.DeviceStatsMonitor(cpu_stats=True), own, logged]
     train(tmp_path, TinyGRPO(lr=0.5), logger=loggers, callbacks=callbacks, profiler=profiler)
     assert timer.time_elapsed("train") > 0
     assert losses == logged.values
@@ -194,28 +168,28 @@ def callback(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
 
 
 REFUSED = refused("test_lightning_callbacks", [
-    ("LearningRateFinder()", callback(LearningRateFinder), CANNOT.format("LearningRateFinder") + FASTEST),
-    ("BatchSizeFinder()", callback(BatchSizeFinder), CANNOT.format("BatchSizeFinder") + MEMORY),
-    ("GradientAccumulationScheduler({1: 2})", callback(lambda: GradientAccumulationScheduler({1: 2})),
+    ("LearningRateFinder()", callback(ready.LearningRateFinder), CANNOT.format("LearningRateFinder") + FASTEST),
+    ("BatchSizeFinder()", callback(ready.BatchSizeFinder), CANNOT.format("BatchSizeFinder") + MEMORY),
+    ("GradientAccumulationScheduler({1: 2})", callback(lambda: ready.GradientAccumulationScheduler({1: 2})),
      CANNOT.format("GradientAccumulationScheduler") + "an update accumulates its microbatches' gradients already. Set "
      "model.microbatch_tokens, and model.num_minibatches for updates per iteration."),
-    ("StochasticWeightAveraging(1e-3)", callback(lambda: StochasticWeightAveraging(1e-3)),
+    ("StochasticWeightAveraging(1e-3)", callback(lambda: ready.StochasticWeightAveraging(1e-3)),
      CANNOT.format("StochasticWeightAveraging") + AVERAGES),
-    ("WeightAveraging()", callback(WeightAveraging), CANNOT.format("WeightAveraging") + AVERAGES),
-    ("EMAWeightAveraging()", callback(EMAWeightAveraging), CANNOT.format("EMAWeightAveraging") + AVERAGES),
-    ("ThroughputMonitor(len)", callback(lambda: ThroughputMonitor(len)),
+    ("WeightAveraging()", callback(ready.WeightAveraging), CANNOT.format("WeightAveraging") + AVERAGES),
+    ("EMAWeightAveraging()", callback(ready.EMAWeightAveraging), CANNOT.format("EMAWeightAveraging") + AVERAGES),
+    ("ThroughputMonitor(len)", callback(lambda: ready.ThroughputMonitor(len)),
      CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch has none. "
      "`rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
-    ("SpikeDetection()", callback(SpikeDetection),
+    ("SpikeDetection()", callback(ready.SpikeDetection),
      CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no typical "
      "level. Set trainer.gradient_clip_val; an update without a finite gradient is skipped anyway."),
-    ('ModelPruning("l1_unstructured")', callback(lambda: ModelPruning("l1_unstructured")),
+    ('ModelPruning("l1_unstructured")', callback(lambda: ready.ModelPruning("l1_unstructured")),
      CANNOT.format("ModelPruning") + "it renames the parameters, so the engine would not find them. Prune the exported "
      "model instead."),
-    ("RichProgressBar()", lambda: {"callbacks": [RichProgressBar()], "enable_progress_bar": True},
+    ("RichProgressBar()", lambda: {"callbacks": [ready.RichProgressBar()], "enable_progress_bar": True},
      CANNOT.format("RichProgressBar") + "its line is too short for an iteration's numbers and wraps. Leave it out to "
      "get RolloutProgressBar, which also shows the phases, or use TQDMProgressBar."),
-    ("BackboneFinetuning()", callback(BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
+    ("BackboneFinetuning()", callback(ready.BackboneFinetuning), CANNOT.format("BackboneFinetuning") + FREEZES),
     ("Tuner(trainer).lr_find(module)", lambda: {"tunes": "lr_find"}, CANNOT.format("LearningRateFinder") + FASTEST),
     ("Tuner(trainer).scale_batch_size(module)", lambda: {"tunes": "scale_batch_size"},
      CANNOT.format("BatchSizeFinder") + MEMORY),
@@ -247,7 +221,7 @@ def test_weights_may_be_synced_every_second_iteration(tmp_path: Path) -> None:
 
 @habit("ModelSummary(max_depth=2)")
 @habit("RichModelSummary()")
-@pytest.mark.parametrize("make", [lambda: ModelSummary(max_depth=2), lambda: RichModelSummary(max_depth=2)])
+@pytest.mark.parametrize("make", [lambda: ready.ModelSummary(max_depth=2), lambda: ready.RichModelSummary(max_depth=2)])
 def test_a_summary_has_the_policy(
     make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,12 +232,12 @@ def test_a_summary_has_the_policy(
 
 @habit("TQDMProgressBar()", "shows one line; the default `RolloutProgressBar` also shows the phases")
 def test_lightnings_progress_bar_shows_the_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, enable_progress_bar=True, callbacks=[TQDMProgressBar()])
+    train(tmp_path, enable_progress_bar=True, callbacks=[ready.TQDMProgressBar()])
     shown = capsys.readouterr()
     assert "reward" in shown.out + shown.err
 
 
-class Writer(BasePredictionWriter):
+class Writer(ready.BasePredictionWriter):
     def __init__(self) -> None:
         super().__init__("batch_and_epoch")
         self.batches: list[Any] = []

@@ -66,7 +66,7 @@ def misnamed_run(folder: Path, *callbacks: Any, **flags: Any) -> TinyGRPO:
 def test_adapters_that_peft_would_misread_are_refused_before_the_first_rollout(strategy: Any, tmp_path: Path) -> None:
     flags = {} if strategy is None else {"strategy": strategy()}
     try:
-        with pytest.raises(ValueError, match=r"would load the adapters that this run exports as another model"):
+        with pytest.raises(ValueError, match=r"would load the adapters that this run exports as a different model"):
             misnamed_run(tmp_path, NoRollout(), **flags)
     finally:
         if dist.is_initialized():
@@ -85,7 +85,7 @@ def test_adapters_found_wrong_at_the_end_stay_where_they_are(tmp_path: Path, mon
             monkeypatch.setattr(Misnamed, "is_wrong", True)
 
     monkeypatch.setattr(Misnamed, "is_wrong", False)
-    with pytest.raises(ValueError, match=rf"would load the adapters in {tmp_path}/model as another model: .* differ"):
+    with pytest.raises(ValueError, match=rf"load the adapters in {tmp_path}/model as a different model: .* differ"):
         misnamed_run(tmp_path, Breaks())
     assert (tmp_path / "model" / "adapter_model.safetensors").stat().st_size > 0
 

@@ -147,7 +147,7 @@ def test_a_half_written_folder_is_no_checkpoint(two: dict[str, Any], folder: Pat
         train(tmp_path, "one", ckpt_path=tmp_path / "half.ckpt")
 
 
-@pytest.mark.parametrize("form", ["file", "folder"])
+@pytest.mark.parametrize("form", [pytest.param("file", marks=pytest.mark.extra), "folder"])
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(form: str, tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "1", form)
     assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]

@@ -105,6 +105,7 @@ def test_the_opponent_rounds_as_the_policys_engine_does(tmp_path: Path) -> None:
     assert {value.dtype for value in watched.played[0][1].values()} == {torch.bfloat16}
 
 
+@pytest.mark.extra
 def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path: Path) -> None:
     alone = agents_result(tmp_path)
     for rank in several_ranks:
@@ -114,7 +115,7 @@ def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path
 
 
 def test_self_play_without_agents_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="SelfPlay plays agents of the workflow MultiAgent"):
+    with pytest.raises(ValueError, match="SelfPlay needs the workflow MultiAgent"):
         train(tmp_path, TinyGRPO(), callbacks=[SelfPlay()])
     with pytest.raises(ValueError, match="SelfPlay needs max_staleness=0, got 1"):
         train(tmp_path, duel(), callbacks=[SelfPlay(), StalenessControl(1)])

@@ -140,10 +140,7 @@ def test_a_rank_that_hangs_is_named_after_the_deadline(rank: str, how: str, tmp_
 @pytest.mark.extra
 @pytest.mark.parametrize(
     ("how", "cause"),
-    [
-        ("SIGSTOP", "Rank 1 has not reported for hang_timeout_s=20"),
-        ("SIGKILL", "Rank 1 was killed, or its machine"),
-    ],
+    [("SIGSTOP", "Rank 1 has not reported for hang_timeout_s=20"), ("SIGKILL", "Rank 1 was killed, or its machine")],
 )
 def test_the_last_line_names_a_rank_that_was_stopped_or_killed(how, cause, tmp_path, monkeypatch):
     with socket.socket() as free:
@@ -175,6 +172,7 @@ def test_sigterm_while_rank_0_waits_for_an_engine_ends_all_ranks_in_order(tmp_pa
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.extra
 def test_failures_of_rank_0s_rollouts_are_raised_on_all_ranks(tmp_path: Path) -> None:
     done = finished(SCRIPT, tmp_path, "fail", "0", "reward")
     assert done.returncode != 0

@@ -52,18 +52,10 @@ class Seen(RLCallback):
 
 
 def fit(folder: Path, resume: Path | None = None, *, max_staleness: int = 0, **flags: Any) -> tuple[Sourced, Seen, Any]:
-    module, seen, save = (
-        Sourced(),
-        Seen(),
-        ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}"),
-    )
-    data = PromptDataModule(
-        sources(folder),
-        [DataSource(str(folder / "turns.jsonl"), label="turns")],
-        batch_size=3,
-        answer_column=None,
-        seed=1,
-    )
+    module, seen = Sourced(), Seen()
+    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    validation = [DataSource(str(folder / "turns.jsonl"), label="turns")]
+    data = PromptDataModule(sources(folder), validation, batch_size=3, answer_column=None, seed=1)
     callbacks = [seen, StalenessControl(max_staleness), *([] if resume else [save])]
     trainer = train(
         folder, module, data, ckpt_path=resume, callbacks=callbacks, enable_checkpointing=True, max_steps=6,

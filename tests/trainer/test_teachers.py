@@ -47,5 +47,5 @@ def test_a_teacher_reads_its_own_prompt_and_the_policys_answer(name: str, tmp_pa
 
 
 def test_a_teacher_of_no_source_is_refused_before_a_model_is_built(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"teachers are named .*'games'.*, but the train data's sources"):
+    with pytest.raises(ValueError, match=r"teachers are named .*'games'.*, but the training data's sources"):
         taught_result(tmp_path, {"teachers": {"games": TEACHERS["teacher"]}})

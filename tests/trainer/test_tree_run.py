@@ -12,16 +12,7 @@ from tiny import rollout_state
 from tiny_run import BATCH_SIZE, GROUP_SIZE, Digits, TinyGRPO, are_equal, make_trainer, weights
 from tree_workflow import Tree
 
-from lightrl import (
-    Experience,
-    Group,
-    LocalEngine,
-    Sampling,
-    StalenessControl,
-    Trajectory,
-    TrajectoryDataModule,
-    TrajectoryLog,
-)
+import lightrl
 from lightrl.engines import Completion
 
 SETTINGS: dict[str, Any] = {"workflow": Tree, "num_minibatches": 2, "decoupled": True, "microbatch_tokens": 40}
@@ -34,7 +25,7 @@ def fit(folder: Path, *callbacks: Any, ckpt_path: Path | None = None, data: Any 
     return module
 
 
-class Late(LocalEngine):
+class Late(lightrl.LocalEngine):
     """Gets each request after a random delay, so later turns come in another order, and to other batches, in each run.
 
     A row's logprobs depend on the batch by their rounding, so only an engine with one slot repeats them to the bit.
@@ -62,7 +53,7 @@ class WaitForGroups(Callback):
             time.sleep(0.01)
 
 
-def rows_of(experience: Experience) -> list[tuple[list[int], list[int], list[bool]]]:
+def rows_of(experience: lightrl.Experience) -> list[tuple[list[int], list[int], list[bool]]]:
     """Tokens, gaps and loss mask of each trajectory."""
     assert experience.gaps is not None
     rows = zip(experience.token_ids, experience.gaps, experience.loss_mask, experience.lengths, strict=True)
@@ -71,7 +62,7 @@ def rows_of(experience: Experience) -> list[tuple[list[int], list[int], list[boo
 
 def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    log = TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
+    log = lightrl.TrajectoryLog(every_n_iterations=1, table_every_n_iterations=None)
     whole = fit(tmp_path, save, log, engine=Late(seed=0))
     assert [len(experience) for experience in whole.experiences] == [BATCH_SIZE * GROUP_SIZE] * 3
     for experience in whole.experiences:
@@ -84,17 +75,17 @@ def test_a_run_with_trees_resumes_and_repeats_from_its_files_to_the_bit(tmp_path
     for seed in (1, 2):
         resumed = fit(tmp_path / "resumed", ckpt_path=tmp_path / "step=1.ckpt", engine=Late(seed))
         assert are_equal(weights(resumed), weights(whole))
-    replayed = fit(tmp_path / "again", data=TrajectoryDataModule(str(tmp_path / "trajectories")))
+    replayed = fit(tmp_path / "again", data=lightrl.TrajectoryDataModule(str(tmp_path / "trajectories")))
     assert are_equal(weights(replayed), weights(whole))
 
 
 def test_finished_trees_that_wait_in_a_checkpoint_are_trained_after_it(tmp_path: Path) -> None:
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    whole = fit(tmp_path, save, StalenessControl(max_staleness=2), WaitForGroups(2 * BATCH_SIZE))
-    groups = [Group.from_state(state) for state in rollout_state(tmp_path / "step=1.ckpt")["finished"]]
+    whole = fit(tmp_path, save, lightrl.StalenessControl(max_staleness=2), WaitForGroups(2 * BATCH_SIZE))
+    groups = [lightrl.Group.from_state(state) for state in rollout_state(tmp_path / "step=1.ckpt")["finished"]]
     waiting = [trajectory for group in groups for trajectory in group.trajectories]
     assert len(waiting) == 2 * BATCH_SIZE * GROUP_SIZE
-    resumed = fit(tmp_path / "resumed", StalenessControl(max_staleness=2), ckpt_path=tmp_path / "step=1.ckpt")
+    resumed = fit(tmp_path / "resumed", lightrl.StalenessControl(max_staleness=2), ckpt_path=tmp_path / "step=1.ckpt")
     assert len(resumed.experiences) == 2
     trained = [row for experience in resumed.experiences for row in rows_of(experience)]
     assert sorted(trained) == sorted(
@@ -104,8 +95,8 @@ def test_finished_trees_that_wait_in_a_checkpoint_are_trained_after_it(tmp_path:
 
 
 def test_validation_counts_rollouts(tmp_path: Path) -> None:
-    module = TinyGRPO(**SETTINGS, validation_group_size=2, validation_sampling=Sampling(max_new_tokens=6))
-    found: list[Trajectory] = []
+    module = TinyGRPO(**SETTINGS, validation_group_size=2, validation_sampling=lightrl.Sampling(max_new_tokens=6))
+    found: list[lightrl.Trajectory] = []
     module.reward = lambda trajectory: found.append(trajectory) or 1.0  # type: ignore[method-assign,func-returns-value]
     trainer = make_trainer(tmp_path, limit_val_batches=1)
     trainer.validate(module, Digits(), verbose=False)

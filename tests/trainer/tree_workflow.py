@@ -35,17 +35,13 @@ class Tree(Workflow):
             )
         starts = [[gap] + [0] * (len(part.token_ids) - 1) for gap, part in zip(gaps, parts, strict=True)]
         return Trajectory(
-            prompt=prompt,
-            group_id=-1,
-            sample=-1,
-            token_ids=[id_ for part in parts for id_ in part.token_ids],
+            prompt=prompt, group_id=-1, sample=-1, token_ids=[id_ for part in parts for id_ in part.token_ids],
             loss_mask=[version >= 0 for part in parts for version in part.weight_versions],
             behavior_logprobs=[logprob for part in parts for logprob in part.logprobs],
             weight_versions=[version for part in parts for version in part.weight_versions],
-            completion_ids=parts[-1].token_ids,
-            completion="",
+            completion_ids=parts[-1].token_ids, completion="",
             columns={**columns, "gaps": [gap for start in starts for gap in start]},
-        )
+        )  # fmt: skip
 
 
 def read(token_ids: list[int]) -> Completion:

@@ -9,7 +9,7 @@ from checkpoint_cases import checkpoint_of
 from fake_sglang.layout import checksums
 from tiny import tiny_model
 
-from lightrl.weights import Digests, ServerForm, ServerLayout, bucketed
+from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout, bucketed
 from lightrl.weights.digests import tile_hash
 from lightrl.weights.server_layout import unknown_layout
 
@@ -168,3 +168,9 @@ def test_a_gpu_server_has_tile_hashes_of_its_shares():
 
 def test_an_empty_tensor_has_the_hash_zero():
     assert tile_hash(torch.empty(0)) == 0
+
+
+def test_servers_in_bfloat16_get_the_biases_of_routers_in_float32():
+    names = ("model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.e_score_correction_bias")
+    sent = dict(ServerForm(torch.bfloat16).tensors(Bucket({name: torch.full((2,), 1.001) for name in names})))
+    assert [sent[name].dtype for name in names] == [torch.bfloat16, torch.float32]

@@ -185,7 +185,7 @@ def test_fields_that_are_not_there_are_named() -> None:
         flow = MultiTurn(chat_tokenizer(), lambda: OpenEnv(url, observation="board"))
         with pytest.raises(
             RolloutError,
-            match=r"observation='board' is no field of the server's observation\. Set it to one of metadata, text\.",
+            match=r"observation='board' is not a field of the server's observation\. Set it to one of metadata, text\.",
         ):
             played(flow, said("7"))
 

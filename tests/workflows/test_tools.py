@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from lightrl.errors import RewardError, RolloutError
 from lightrl.trajectory import Prompt, split_thinking
 from lightrl.workflows import MultiTurn, ToolEnvironment
-from lightrl.workflows.tools import (
-    Tool,
-    ToolCall,
-    calculator,
-    parse_hermes,
-    python,
-    without_thinking,
-)
+from lightrl.workflows.tools import Tool, ToolCall, calculator, parse_hermes, python, without_thinking
 
 PATH = "lightrl.workflows.tools.calculator"
 
@@ -52,11 +45,7 @@ def test_the_policy_calls_reads_the_result_and_answers():
     flow = MultiTurn(chat_tokenizer(WITH_TOOLS), lambda: ToolEnvironment([PATH]), max_turns=3)
     said = letters(call(expression="12*34"))
     engine = writes([*said, END], [*letters("408"), END])
-    trajectory = played(
-        flow,
-        engine,
-        chat_prompt("12*34?"),
-    )
+    trajectory = played(flow, engine, chat_prompt("12*34?"))
     first, second = trajectory.turns
     assert trajectory.token_ids[first.start : first.end] == [*said, END]
     between = "\n<|im_start|>tool\n408<|im_end|>\n<|im_start|>assistant\n"

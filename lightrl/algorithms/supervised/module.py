@@ -30,7 +30,7 @@ _DATA_MODULES = {ChatBatch: "SFTDataModule", PairBatch: "PreferenceDataModule"}
 
 
 class SupervisedSettings(TypedDict, total=False):
-    """The arguments of SupervisedModule, for type checkers; subclasses pass them on as `kwargs`."""
+    """SupervisedModule's arguments, for type checkers; subclasses pass them on as `kwargs`."""
 
     lr: float
     betas: tuple[float, float]
@@ -42,8 +42,7 @@ class SupervisedSettings(TypedDict, total=False):
 class SupervisedModule(TrainedModule):
     """A plain LightningModule with one trained model, AdamW, linear warm-up and decay.
 
-    With `accumulate_grad_batches`, an update equals an update on one batch of all rows: each batch is weighted by the
-    number of its tokens (SFT) or pairs.
+    With `accumulate_grad_batches`, batches are weighted by their tokens (SFT) or pairs, as if all were one batch.
 
     Args:
         policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
@@ -216,7 +215,7 @@ class SupervisedModule(TrainedModule):
 
         Args:
             loss: the mean over the batch's tokens or pairs.
-            number: their number.
+            number: the number of tokens or pairs.
             batch_idx: Lightning zeroes the gradients at multiples of accumulate_grad_batches.
         """
         num_batches = self.trainer.accumulate_grad_batches
@@ -224,7 +223,7 @@ class SupervisedModule(TrainedModule):
             return loss
         before = self._num_accumulated if batch_idx % num_batches else 0
         self._num_accumulated = before + number
-        # The gradients so far are means over `before` tokens or pairs. The optimizer never lists gathered parameters.
+        # The gradients so far are means over `before` tokens or pairs. The optimizer's parameters are never gathered.
         groups = [group for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
         for parameter in (parameter for group in groups for parameter in group["params"]):
             if parameter.grad is not None and before:

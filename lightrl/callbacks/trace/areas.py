@@ -183,7 +183,7 @@ def advice_of(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"For {share:.0%} of it, fewer than half of the generations ran: a few long ones held it up.")
+        advice.append(f"For {share:.0%} of the rollout, fewer than half of the generations ran: the longest delay it.")
     return " ".join(advice) or "Add servers (trainer.engine), or shorten completions (model.sampling.max_new_tokens)."
 
 

@@ -29,8 +29,7 @@ Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
 def clock_offset_ns(own: Sequence[Reading], first: Sequence[Reading]) -> tuple[int, int]:
     """Computes the offset to subtract from a rank's clock to get rank 0's, and its maximum error, in ns.
 
-    Args:
-        own, first: readings of this rank and of rank 0 around the same barriers, in order.
+    `own` and `first` are readings of this rank and of rank 0 around the same barriers, in order.
     """
     lower = max(before - after_first for (before, _), (_, after_first) in zip(own, first, strict=True))
     upper = min(after - before_first for (_, after), (before_first, _) in zip(own, first, strict=True))
@@ -49,7 +48,6 @@ class TraceFile:
 
     Args:
         folder: the trace's folder; created if missing.
-        rank: this process's rank.
         title: the process's name in the viewer.
         offset_ns: subtracted from the clock.
         max_bytes: maximum size of both files together.

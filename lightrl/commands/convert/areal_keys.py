@@ -44,7 +44,7 @@ def left(reason: str) -> Rule:
 
 
 def only(*values: object, else_: str) -> Rule:
-    """Returns a rule that drops these values, which match what lightrl always does; others are refused with `else_`."""
+    """Returns a rule that drops these values, which lightrl always uses; other values are refused with `else_`."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
@@ -54,7 +54,7 @@ def repeats(key: str, else_: str = "") -> Rule:
     def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
             return Outcome()
-        return Outcome(left=else_ or f"lightrl has one setting for this and {key}, which differs")
+        return Outcome(left=else_ or f"lightrl has one setting for this and {key}, but their values differ")
 
     return rule
 
@@ -179,9 +179,7 @@ def of_strategy(name: str, value_of: Callable[[Leaves], object], *kinds: str) ->
         outcomes = [rule(areal[key], areal) for key, rule in rules.items() if key in areal]
         if {outcome.settings.get("strategy.class_path") for outcome in outcomes} & set(kinds):
             return Outcome({f"strategy.{name}": value_of(areal)})
-        return Outcome(
-            left=f"the converted run has no strategy with {name}; set trainer.strategy to {kinds[0]} with it"
-        )
+        return Outcome(left=f"the converted run has no strategy with {name}; set it in trainer.strategy: {kinds[0]}")
 
     return rule
 
@@ -228,13 +226,13 @@ def recomputed(value: bool, areal: Leaves) -> Outcome:
 
 
 def normalization(name: str) -> dict[str, Rule]:
-    """Returns the rows of `reward_norm` or `adv_norm`. GRPO normalizes once; PPO whitens advantages over the batch."""
+    """Returns the rules for `reward_norm` or `adv_norm`. GRPO normalizes once; PPO whitens a batch's advantages."""
     section = f"actor.{name}"
     is_reward_norm = name == "reward_norm"
 
     def level(setting: str) -> Rule:
         def rule(value: str | None, areal: Leaves) -> Outcome:
-            if has_critic(areal):
+            if has_critic(areal):  # PPO
                 if is_reward_norm:
                     return left("PPO does not normalize rewards")(value, areal)
                 return Outcome({"model.whiten_advantages": True}) if value == "batch" else _no_level(value)
@@ -283,7 +281,7 @@ def old_group_norm(value: bool, areal: Leaves) -> Outcome:
 
 
 def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
-    """Returns the rule of a reward's bias, scaling or clip; `neutral` is the value that changes nothing.
+    """Returns the rule for a reward's bias, scaling or clip; `neutral` is the value that changes nothing.
 
     Without a critic, a normalization that sets all levels in `undone_by` undoes the shaping.
     """
@@ -341,9 +339,7 @@ def warmup(setting: str, *, takes_share: bool = False) -> Rule:
         if not value:
             return Outcome()
         if steps is None and takes_share and value < 1:
-            return Outcome(
-                {setting: value}, f"{setting} below 1 is this fraction of the run, not a number of iterations"
-            )
+            return Outcome({setting: value}, f"{setting} below 1 is a fraction of the run, not a number of iterations")
         if steps is None:
             return Outcome(left=f"the data determines the number of steps: set {setting} to this fraction of it")
         return Outcome({setting: round(value * steps)})
@@ -373,13 +369,13 @@ def source(path: str) -> str | dict[str, str]:
 def train_data(path: str, areal: Leaves) -> Outcome:
     if path.rstrip("/").endswith("gsm8k"):
         return Outcome({"data.train": source(path), "model.reward": "lightrl.rewards.math_answer"})
-    note = "AReaL's script has the reward and reads the columns: set model.reward, and columns of the DataSource"
+    note = "AReaL's script defines the reward and the columns: set model.reward, and `columns` of the DataSource"
     return Outcome({"data.train": source(path)}, note)
 
 
 def completions(path: str, areal: Leaves) -> Outcome:
     rl = train_data(path, areal)
-    note = rl.note and "AReaL's script reads the columns: set data.prompt_column and the columns of the completions"
+    note = rl.note and "AReaL's script defines the columns: set data.prompt_column and those of the completions"
     return Outcome({name: value for name, value in rl.settings.items() if name != "model.reward"}, note)
 
 
@@ -465,7 +461,7 @@ SUPERVISED = {
     "dpo": ("DPO", "PreferenceDataModule"),
 }
 SUPERVISED_ROWS: dict[str, Rule] = {  # used instead of the rows in ROWS
-    "actor.is_critic": only(True, False, else_="the class has the head that it needs"),
+    "actor.is_critic": only(True, False, else_="the module's class determines the head"),
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
     "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
@@ -532,7 +528,7 @@ ROWS: dict[str, Rule] = {
     "rollout.request_retries": left("a request is retried at most 8 times"),
     "rollout.schedule_policy": left("SGLangEngine chooses the server of a request"),
     "rollout.check_trajectory_format": left("see docs/test-your-code.md"),
-    "rollout.pause_grace_period": left("a pause keeps requests, which continue after the load"),
+    "rollout.pause_grace_period": left("a weight load pauses requests, which then continue"),
     # The policy
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
@@ -661,7 +657,7 @@ DEFAULTS: dict[str, JsonObject] = {
 SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
 
 
-# Names of AReaL before August 2025 (AReaL Core) and their new names; a prefix ends with a dot.
+# Names of AReaL before August 2025 (AReaL Core) and their new names; a prefix ends with a dot or an underscore.
 CORE = {
     "n_nodes": "cluster.n_nodes", "n_gpus_per_node": "cluster.n_gpus_per_node", "group_size": "gconfig.n_samples",
     "ppo.gen.n": "gconfig.n_samples", "ppo.gen.": "gconfig.", "ppo.ppo_n_minibatches": "actor.ppo_n_minibatches",

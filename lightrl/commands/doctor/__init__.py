@@ -10,8 +10,8 @@
 All output goes to a temporary folder, which is then deleted.
 
 Reading order:
-    command.py  the command line; doctor reward and doctor replay; rewards.py: completions with their rewards;
-                attacks.py: completions that must earn nothing
+    command.py  the command line; doctor reward and doctor replay
+    rewards.py  completions with their rewards; attacks.py: completions that must earn nothing
     data.py     doctor data
     launch.py   doctor launch: starts node.py on each node with the launcher, and compares the reports
     run.py      doctor run: machine, model and data, then two iterations; duration and disk space of the run

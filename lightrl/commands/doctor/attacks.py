@@ -1,7 +1,7 @@
-"""Attacks a reward before the run, with completions that must earn nothing; the data's answers must earn all.
+"""Attacks a reward before the run, with completions that must earn nothing; the data's answers must earn more.
 
 A policy exploits what a reward overlooks. The attacks are known exploits: an empty completion, the prompt again, every
-answer at once, a number with a hedge, the answer only in the thinking, a repeated key, a program that exits.
+answer at once, two answers with a hedge, the answer only in the thinking, a repeated key, a program that exits.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attack(
     empty, gold = first[: len(prompts)], first[len(prompts) :]
     by_form = {form: gold[index * len(answered) :][: len(answered)] for index, form in enumerate(FORMS)}
     lowest = [0.0 if value is None else value for value in empty]
-    lowest_of_answered = [lowest[row] for row in answered]  # what a failure counts as
+    lowest_of_answered = [lowest[row] for row in answered]  # the value of a failed reward
     form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], lowest_of_answered)))
     best = dict(zip(answered, map(_or_else, by_form[form], lowest_of_answered), strict=True))
     right = [row for row in answered if best[row] > lowest[row]]

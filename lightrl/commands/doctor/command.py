@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+from jsonargparse import Namespace
 from lightning.pytorch.callbacks import ProgressBar
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_layers import UsageError
@@ -24,19 +30,18 @@ from lightrl.commands.doctor.rewards import recompute_rewards, show_rewards
 from lightrl.commands.doctor.run import check_run
 from lightrl.data import ChatRenderer, EpochLoader, HostBatch
 from lightrl.engines import Completion
+from lightrl.models import ModelSpec
 from lightrl.module import RLModule
 from lightrl.rewards import replay
 from lightrl.trajectory import JsonObject, Prompt, Trajectory
 from lightrl.workflows import SingleTurn
 
+log = logging.getLogger(__name__)
+
 
 def run(args: Sequence[str]) -> int:
-    """Runs `lightrl doctor` with these arguments; prints an error as one message on stderr.
-
-    Returns:
-        0 if no reward, row or check failed; 1 if one did; 2 if the command line or config is wrong.
-    """
-    if list(args[:1]) == ["node"]:  # what `doctor launch` starts on each node
+    """Runs `lightrl doctor`; returns 1 if a reward, row or check failed, 2 for wrong arguments or settings, else 0."""
+    if list(args[:1]) == ["node"]:  # `doctor launch` starts this on each node
         return node.main(args[1:])
     options, rest = _parser().parse_known_args(list(args))
     return reported(lambda callbacks: _run(options, rest, callbacks))
@@ -82,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
     source = (
         "policy: the initial policy's, then attacks on the reward; reference: the data's answer_column; attacks: only "
-        "attacks, without a model (default policy)"
+        "attacks; the last two need no policy (default policy)"
     )
     reward.add_argument("--completions", default="policy", choices=("policy", "reference", "attacks"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
@@ -107,6 +112,33 @@ class _DoctorCLI(LightRLCLI):
         self.options = options
         super().__init__(["predict", *args], callbacks=callbacks)
 
+    def before_instantiate_classes(self) -> None:
+        """Replaces a policy that cannot be loaded, such as a later run's export, if only its tokenizer is needed."""
+        super().before_instantiate_classes()
+        settings = self.config.predict.model.get("init_args", {})
+        role = settings.get("policy")
+        policy = getattr(role, "model", role)
+        path, tokenizer = getattr(policy, "path", policy), getattr(policy, "tokenizer", None)
+        if getattr(self.options, "completions", "policy") == "policy" or not isinstance(path, str):
+            return
+        try:
+            spec = ModelSpec(path, tokenizer=tokenizer, trust_remote_code=getattr(policy, "trust_remote_code", False))
+            spec.load_config()
+            spec.load_tokenizer()
+        except (OSError, ValueError) as error:
+            name = tokenizer or "one token per byte"
+            log.warning("The policy cannot be loaded. Texts are encoded with %s. %s", name, error)
+            config = {"model_type": "qwen3", "max_position_embeddings": 1 << 30}
+            made = Namespace(config=config, tokenizer=tokenizer or f"{__name__}.byte_tokenizer")
+            if policy is role:
+                settings.policy = made
+            else:
+                role.model = made
+            data = getattr(self.config.predict.get("data"), "init_args", {})
+            for setting in () if tokenizer else ("max_prompt_tokens", "min_prompt_tokens", "chat_template_kwargs"):
+                if setting in data:
+                    data[setting] = None
+
     def predict(self, **kwargs: Any) -> None:
         module, datamodule, options = kwargs.pop("model"), kwargs.pop("datamodule"), self.options
         if options.command == "data":
@@ -119,10 +151,9 @@ class _DoctorCLI(LightRLCLI):
             return
         tasks = getattr(datamodule, "tasks", {})
         if label := next((name for name, task in tasks.items() if task.reward or task.workflow), None):
-            raise UsageError(
-                f"lightrl doctor reward tries the module's reward and workflow, but source {label!r} has its own. "
-                "Remove `task` from data.train, and set model.reward and model.workflow to the source's."
-            )
+            problem = f"tries the module's reward and workflow, but source {label!r} has its own"
+            fix = "Remove `task` from data.train, and set model.reward and model.workflow to the source's."
+            raise UsageError(f"lightrl doctor reward {problem}. {fix}")
         prompts = first_prompts(module, datamodule, options.n)
         column = getattr(datamodule, "answer_column", None) or "answer"
         if options.completions == "reference":
@@ -165,20 +196,25 @@ class _DoctorCLI(LightRLCLI):
         return trajectories
 
 
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Makes a tokenizer with one token per byte."""
+    vocab = {character: index for index, character in enumerate([*sorted(ByteLevel.alphabet()), "<eos>"])}
+    backend = Tokenizer(BPE(vocab, []))
+    backend.pre_tokenizer, backend.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+
+
 def no_reward(trajectory: Trajectory) -> JsonObject:
     """Replaces the reward function while the policy generates; keeps an environment's rewards."""
     return {"reward": 0.0} if trajectory.rewards is None else {"rewards": trajectory.rewards}
 
 
 def _references(prompts: Sequence[Prompt], column: str, module: RLModule) -> list[Trajectory]:
-    """Makes trajectories as if the policy had generated the answers in this column and an end token."""
     trajectories = []
     for prompt in prompts:
         if column not in prompt.fields:
-            raise UsageError(
-                f"Prompt {prompt.id!r} has no column {column!r}. Its columns: {', '.join(prompt.fields) or 'none'}. "
-                "Set data.answer_column."
-            )
+            names = ", ".join(prompt.fields) or "none"
+            raise UsageError(f"Prompt {prompt.id!r} has no column {column!r}, only {names}. Set data.answer_column.")
         trajectories.append(_written(module, prompt, (references_of(prompt, column) or [""])[0]))
     return trajectories
 

@@ -33,7 +33,7 @@ class SplitReport:
     problems: list[str] = field(default_factory=list)  # one for each bad row
     is_cut: bool = False  # there are more rows than were read
     is_unreadable: bool = False  # reading stopped at the last problem
-    times_seen: Counter[int] = field(default_factory=Counter)  # hash of a prompt's content → number of its prompts
+    times_seen: Counter[int] = field(default_factory=Counter)  # hash of a prompt's content → number of prompts
 
     def add(self, rows: Sequence[Prompt | ValueError | None]) -> None:
         """Counts rows: a good row is given as its Prompt, a dropped one as None, a bad one as its ValueError."""
@@ -44,7 +44,7 @@ class SplitReport:
         self.times_seen.update(hash(prompt.content) for prompt in prompts)
 
     def is_refused(self, max_bad_fraction: float) -> bool:
-        """Whether a run that drops at most this fraction of bad rows would end with an error."""
+        """Whether a run that tolerates at most this fraction of bad rows would end with an error."""
         num_bad = len(self.problems)
         return self.is_unreadable or num_bad > max_bad_fraction * (len(self.num_tokens) + self.num_dropped + num_bad)
 
@@ -93,7 +93,7 @@ def first_prompts(module: RLModule, datamodule: L.LightningDataModule, num: int)
 def read_split(
     datamodule: PromptDataModule, split: Literal["train", "validation"], max_rows: int | None = None
 ) -> SplitReport:
-    """Reads a split, or about `max_rows` of its rows; if a subclass makes prompts without rows, counts the prompts."""
+    """Reads a split, or about its first `max_rows` rows; if a subclass makes its own prompts, counts those instead."""
     report, num_read = SplitReport(split), 0
     if not datamodule.makes_prompts_of_rows:
         if split in datamodule.prompts:

@@ -45,22 +45,15 @@ _LEAST_MIN = 10  # minutes of a Slurm job in addition to the time for the steps
 
 
 def check_launch(args: Sequence[str], deadline_s: float, callbacks: Sequence[L.Callback]) -> int:
-    """Starts the check on all nodes, waits for their reports, prints findings and a table; returns 1 if a check fails.
-
-    Raises:
-        UsageError: if there is no section `launch:`, or for Kubernetes.
-    """
+    """Starts the check on all nodes, waits for reports, and prints findings and a table; returns 1 if a check fails."""
     check_positive(deadline_s=deadline_s)
     cli = LaunchedCLI(["fit", *args], callbacks=callbacks)
     if cli.launched is None:
-        raise UsageError(
-            "lightrl doctor launch needs a `launch:` section in the YAML, or flags such as --launch.nodes."
-        )
+        raise UsageError("lightrl doctor launch needs a `launch:` section in the YAML, or flags like --launch.nodes.")
     if cli.launched.launch.launcher == "kubernetes":
-        raise UsageError(
-            "lightrl doctor launch does not support launcher: kubernetes, since pods get their nodes only when a run "
-            "starts. Run `lightrl doctor run` in a pod with the run's image and volume instead."
-        )
+        why = "does not support launcher: kubernetes, since pods get their nodes only when a run starts"
+        fix = "Run `lightrl doctor run` in a pod with the run's image and volume instead."
+        raise UsageError(f"lightrl doctor launch {why}. {fix}")
     root = Path(cli.launched.facts.root).absolute()
     planned = plan_of(cli.given, folder=str(root / "lightrl-doctor"))
     LAUNCHERS[planned.launch.launcher](planned)  # raises any error before a folder is made
@@ -94,7 +87,7 @@ def _models(module: Any) -> dict[str, str]:
 
 
 def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpec:
-    """Returns what to check for the plan of a run."""
+    """Returns the nodes' instructions for checking the plan of a run."""
     ports: list[list[int]] = [[] for _ in plan.hosts]
     gpus: list[set[int]] = [set() for _ in plan.hosts]
     for process in plan.processes:
@@ -117,7 +110,7 @@ def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpe
 
 
 def check_plan(plan: Plan, deadline_s: float) -> Plan:
-    """Returns a plan with one process per host: in place of ranks if the run has ranks there, otherwise of servers.
+    """Returns a plan in which one process per host replaces the host's ranks or, if it has none, its servers.
 
     The process has the environment, container and options of the run, and the GPUs that the run uses on this host.
     """
@@ -145,7 +138,6 @@ def check_plan(plan: Plan, deadline_s: float) -> Plan:
 
 
 def _run_on_nodes(plan: Plan, spec: NodeSpec) -> None:
-    """Starts the processes and waits until they have ended, or until all nodes have reported."""
     launcher = LAUNCHERS[plan.launch.launcher](plan)
     write_files(plan, "", launcher.files())
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -163,7 +155,7 @@ def _run_on_nodes(plan: Plan, spec: NodeSpec) -> None:
         reports = [spec.read(node) for node in range(len(plan.hosts))]
         return all(report is not None and report.step == STEPS[-1] for report in reports)
 
-    # A user starts torchrun's scripts; on a network file system, a report may appear after its process has ended.
+    # a user starts torchrun's scripts; on a network file system, a report may appear after its process has ended
     wait_until(are_done, _BY_HAND_S if plan.launch.launcher == "torchrun" else 5.0)
 
 
@@ -230,7 +222,7 @@ def _versions(present: Mapping[str, Report]) -> dict[str, dict[str, str]]:
 
 
 def _equal(area: str, values: Mapping[str, Mapping[str, str]], fix: str) -> Iterator[Finding]:
-    """Reports each value that differs between nodes, or all in one line if none does."""
+    """Reports each value that differs between nodes or, if none does, all values in one line."""
     differing = {name: by_host for name, by_host in values.items() if len(set(by_host.values())) > 1}
     for name, by_host in differing.items():
         hosts_by_value: dict[str, list[str]] = {}

@@ -53,7 +53,7 @@ class NodeSpec:
     """Instructions for the check of a launch's nodes."""
 
     folder: str  # the check's folder, to which nodes write their reports
-    port: int  # of the store on the first node
+    port: int  # where the first node's store listens
     ports: list[list[int]]  # node → ports of its servers and its weight receiver
     num_gpus: list[int]  # node → GPUs that the launch uses; 0 on CPUs
     folders: dict[str, str]  # setting → folder that all nodes must share
@@ -87,7 +87,7 @@ class Report:
     ports: list[int] = field(default_factory=list)  # opened by this node
     models: dict[str, str] = field(default_factory=dict)  # role → fingerprint; empty if this node lacks the model
     unseen: dict[str, list[int]] = field(default_factory=dict)  # setting → nodes whose files this node does not see
-    reached: list[int] = field(default_factory=list)  # nodes
+    reached: list[int] = field(default_factory=list)  # nodes that this node could connect to
     clock_s: tuple[float, float] | None = None  # this node's clock minus node 0's, and the uncertainty
     bytes_per_s: dict[str, float] = field(default_factory=dict)  # backend → bandwidth of an all_reduce
     problems: list[tuple[str, str, str]] = field(default_factory=list)  # area, text, fix
@@ -247,7 +247,7 @@ class NodeCheck:
                 self.report.reached.append(other)
 
     def _ask(self, other: int, port: int) -> tuple[int, tuple[float, float]]:
-        """Returns the number of the node that answers, and how far this clock is ahead, with the uncertainty."""
+        """Returns the answering node's number, and the seconds that this clock is ahead of it, with the uncertainty."""
         start_s = time.time()
         with socket.create_connection((self.hosts[other], port), min(_CONNECT_S, self.spec.deadline_s)) as connection:
             number, clock = connection.makefile().readline(100).split()  # other programs may send more
@@ -259,7 +259,7 @@ class NodeCheck:
         return all(area not in ("interfaces", "network") for area, *_ in report.problems)
 
     def _reduce(self) -> None:
-        """Sums tensors over the nodes, one process each; measures the bytes per second that each sends."""
+        """Sums tensors over the nodes, with one process on each; measures the bytes per second that each sends."""
         timeout = timedelta(seconds=self.spec.deadline_s)
         name, world = "the store", len(self.hosts)
         try:

@@ -57,13 +57,14 @@ from lightrl.trainer import Trainer
 from lightrl.trajectory import Group, Trajectory
 
 _MAX_ROWS = 20_000  # per split; reading them takes about a minute
-_LEAST_FREE = 0.1  # fraction of the host's memory; with less free, even starting the run may fail
+_LEAST_FREE = 0.1  # fraction of the host's memory; if less is free, even starting the run may fail
 _LEAST_DISK_BYTES = 2**30
 _SHOWN_CHARS = 60  # the last characters of a prompt
 _SHOWN_PROBLEMS = 3
 Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
+MAX_VALIDATION_PROMPTS = 64
 _ALMOST_ALL = 0.9
 _ANSWER_S = 10.0  # within this time, a running server must answer
 _PROBE = "sync/probe_abs_dlogp_nats"
@@ -97,7 +98,7 @@ def check_run(args: Sequence[str], callbacks: Sequence[L.Callback]) -> int:
 
 
 def _is_new(shown: set[str], record: logging.LogRecord) -> bool:
-    """Omits what a handler has shown (the trial loads data and models again), and what the data check prints."""
+    """Returns False for messages already shown (the trial loads data and models again) or printed by the data check."""
     text = record.getMessage()
     is_new = text not in shown and "train prompts" not in text
     shown.add(text)
@@ -152,7 +153,6 @@ class _RunCheck(LightRLCLI):
     after_fit = before_fit
 
     def fit(self, **kwargs: Any) -> None:
-        """Runs the checks and the trial."""
         module, datamodule = self.model, self.datamodule
         if not isinstance(module, RLModule):
             needed = f"an RLModule such as GRPO, got {type(module).__name__}"
@@ -161,6 +161,8 @@ class _RunCheck(LightRLCLI):
         checkpoints = [callback for callback in self.user_callbacks if isinstance(callback, ModelCheckpoint)]
         if not checkpoints and self.user_trainer.get("enable_checkpointing") is not False:
             checkpoints = [ModelCheckpoint(save_last=True)]
+        if hasattr(datamodule, "validation_batch_size"):  # else a large one could take hours
+            datamodule.validation_batch_size = min(datamodule.validation_batch_size, MAX_VALIDATION_PROMPTS)
         trial = Trial(checkpoints)
         self.trainer.callbacks.append(trial)
         try:
@@ -268,7 +270,7 @@ class Trial(RLCallback):
 
 
 def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Returns the bytes of a checkpoint of all ranks: the weights of the saved roles and the optimizer states."""
+    """Returns the size of a checkpoint in bytes, over all ranks: saved roles' weights and optimizer states."""
     models = (getattr(module, name, None) for name in module.saved_roles())
     trained = [model for model in models if isinstance(model, torch.nn.Module)]
     tensors: list[torch.Tensor] = [parameter for model in trained for parameter in model.parameters()]
@@ -278,7 +280,6 @@ def _state_bytes(module: RLModule, optimizers: list[torch.optim.Optimizer]) -> i
 
 
 def _trial_findings(trial: Trial, module: RLModule) -> Iterator[Finding]:
-    """Reports the trial's logprobs, completions, rewards and memory."""
     yield _logprobs(trial)
     yield from _completions(trial, module)
     yield from _rewards(trial, module)
@@ -443,7 +444,7 @@ def device_findings(trainer: L.Trainer) -> Iterator[Finding]:
 
 
 def memory_on_paper(module: RLModule, trainer: L.Trainer, data: object) -> Iterator[Finding]:
-    """Compares the ranks' memory, as `lightrl plan` estimates it, with the GPU's."""
+    """Compares the ranks' memory, as estimated by `lightrl plan`, with the GPU's."""
     try:
         run = planned(module, trainer, data)
     except UnknownMemory as error:
@@ -486,7 +487,7 @@ def model_findings(module: RLModule) -> Iterator[Finding]:
 
 
 def data_findings(module: RLModule, datamodule: L.LightningDataModule) -> Iterator[Finding]:
-    """Reports the end of the first prompt, rows and lengths of the data, and prompts shared by train and validation."""
+    """Reports the first prompt's end, the data's rows and lengths, and prompts that occur more than once."""
     for prompt in first_prompts(module, datamodule, 1):
         end = str(module.tokenizer.decode(prompt.token_ids or []))[-_SHOWN_CHARS:]
         is_plain = module.tokenizer.chat_template is None

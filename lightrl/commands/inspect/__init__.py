@@ -4,7 +4,7 @@ Reading order:
     run_folder.py  which folders are runs, their status and settings
     index.py       the table of trajectories: SQLite in the user's cache, built from the first bytes of each line
     answers.py     answers the page's questions with JSON: curves, each token of a trajectory, timelines
-    server.py      the page on the loopback, with a token in its address
+    server.py      the page on the loopback interface, with a token in its address
     command.py     the command line; the page as one file
     page/          the HTML, JavaScript and CSS that the browser gets
 

@@ -373,7 +373,6 @@ class Timeline:
         self._scanned[path] = (stat.st_ino, done)
 
     def _lines(self, path: Path, marks: list[tuple[int, int]], iteration: int) -> Iterator[Json]:
-        """Yields the trace records of this iteration in a file."""
         for index, (number, start) in enumerate(marks):
             if number != iteration:
                 continue
@@ -384,7 +383,7 @@ class Timeline:
                     yield json.loads(line.rstrip(b","))
 
     def _names(self, path: Path) -> dict[tuple[int, int], str]:
-        """Returns the names of the tracks; the file names each track once, in the iteration where it first occurs."""
+        """Returns the names of the tracks; the file names each track only once, where it first occurs."""
         lines = []
         with open_file(path) as file:
             while file.tell() < self._scanned[path][1]:

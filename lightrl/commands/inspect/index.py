@@ -1,7 +1,7 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too; their finish is the drop reason. If the reward or the agent failed, the row has
-tokens, from the failure files; other drops come from the problem files.
+Dropped trajectories are rows too; their column `finish` has the reason. Drops due to a failed reward or agent come from
+the failure files and have tokens; other drops come from the problem files.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs no more than a short one. A thread
 reads files whose size or time has changed, newest first; the table can be read meanwhile.
@@ -93,7 +93,7 @@ class TrajectoryIndex:
                             _add(database, self._folder / name, next_id, name, _stamp(stats[name]))
                         next_id += 1
                 self.num_missing -= len(batch)
-            with database:  # hides one problem for each row of a failure file with the same text: it is the same drop
+            with database:  # a problem and a failure file's row with the same text are one drop: hide the problem
                 database.execute("UPDATE rows SET is_hidden = 0 WHERE is_hidden")
                 database.execute(_HIDE)
             return self.num_missing
@@ -147,9 +147,7 @@ class TrajectoryIndex:
                 [row_id],
             ).fetchone()
         if row is None:
-            raise LookupError(
-                f"There is no trajectory {row_id}; the run has replaced its iteration. Load the table again."
-            )
+            raise LookupError(f"There is no trajectory {row_id}: its iteration was replaced. Load the table again.")
         with open_file(self._folder / row[0]) as file:
             file.seek(row[1])
             record: Json = json.loads(file.read(row[2]))
@@ -171,7 +169,7 @@ def _dicts(rows: Iterable[Sequence[object]]) -> list[Json]:
 
 
 def condition(query: str) -> tuple[str, list[object], list[str]]:
-    """Returns a query as SQL, its values, and notes on words that look like conditions but are searched as text."""
+    """Returns a query as an SQL WHERE clause, its values, and notes on words that look like conditions but are not."""
     clauses: list[str] = []
     values: list[object] = []
     notes: list[str] = []

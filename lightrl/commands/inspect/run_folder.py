@@ -88,10 +88,8 @@ def find_runs(paths: Iterable[Path]) -> list[Run]:
     for path in paths:
         runs = _runs_in(path.absolute(), _DEPTH)
         if not runs:
-            raise ValueError(
-                f"{path} is not a run folder and contains none. Pass a run's folder, such as "
-                "runs/quickstart/lightning_logs/version_0, or its trainer.default_root_dir."
-            )
+            fix = "Pass a folder such as runs/quickstart/lightning_logs/version_0, or its trainer.default_root_dir."
+            raise ValueError(f"{path} is not a run folder and contains none. {fix}")
         folders += [folder for folder in runs if folder not in folders]
     return [Run(folder, name) for folder, name in zip(folders, _short_names(folders), strict=True)]
 

@@ -107,8 +107,8 @@ def plan_of(
 
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
-        is_shown: whether the plan is only shown; hosts not known yet are then called `node1` and so on.
-        is_dry: whether nothing is started afterwards, so that this machine need not have the GPUs.
+        is_shown: whether the plan is only shown; unknown hosts are then called `node1` and so on.
+        is_dry: whether nothing will be started, so that this machine need not have the GPUs.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))
@@ -116,18 +116,16 @@ def plan_of(
     hosts_by_launcher = {"local": ["127.0.0.1"], "slurm": unassigned, "ray": unassigned}
     is_local = launch.launcher == "local"
     num_gpus = torch.cuda.device_count() if is_local and not facts.on_cpu else None
-    if num_gpus == 0 and facts.assumed:  # as Lightning's `accelerator: auto` does
-        facts = replace(facts, on_cpu=True, assumed=NO_GPU)
+    if num_gpus == 0 and facts.device_note:  # the accelerator is auto: use the CPU, as Lightning does
+        facts = replace(facts, on_cpu=True, device_note=NO_GPU)
     elif num_gpus is not None:
         problem = ""
         if num_gpus < (launch.gpus_per_node or 1):
-            problem = (
-                f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')} on "
-                "this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
-            )
+            problem = f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')}"
+            problem += " on this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
         if problem and not (is_shown or is_dry):
             raise ValueError(problem)
-        facts = replace(facts, assumed=problem)
+        facts = replace(facts, device_note=problem)
     try:
         return make_plan(
             launch,
@@ -139,6 +137,7 @@ def plan_of(
             python="python" if launch.container else sys.executable,
         )
     except ValueError as error:
+        # an allocation sets these values, so the message must name it instead of launch.ranks and so on
         text = re.sub(r"launch\.(?=(ranks|servers|tp|placement)\b)", "", str(error))
         if launch.allocation is None or text == str(error):
             raise

@@ -36,7 +36,7 @@ class Launcher(Protocol):
     """Starts a plan's processes on their hosts, watches them, and stops them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """Returns the files that the launcher writes: name in the launch's folder → text. By default there are none."""
+        """Returns the files that the launcher writes, by default none: name in the launch's folder → text."""
         return {}
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the run and returns its exit code; the default, if another program watches the run, returns 0."""
+        """Waits for the run and returns its exit code; by default, if another program watches the run, returns 0."""
         return 0
 
     def end(self) -> None:
@@ -79,11 +79,7 @@ def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
 
 
 class LaunchState:
-    """The file `launch.json`, from which `lightrl status` reads the state of a launch.
-
-    Args:
-        facts: properties of the whole launch, such as the job number.
-    """
+    """The file `launch.json`, which `lightrl status` reads; `facts` describe the whole launch, such as its job."""
 
     def __init__(self, plan: Plan, **facts: object) -> None:
         self._path = Path(plan.folder) / STATE_FILE

@@ -140,7 +140,7 @@ class LocalLauncher(Launcher):
         self._note(state="ended")
 
     def _place(self, *, while_ranks_run: bool = False) -> None:
-        """Finds hosts for the plan's processes (in subclasses); with `while_ranks_run`, gives up if the ranks exit."""
+        """In subclasses, finds hosts for the plan's processes; with `while_ranks_run`, gives up if the ranks exit."""
 
     def _watch(self) -> tuple[str, int] | None:
         """Waits until all ranks are done, or returns the name and exit code of a process that failed."""

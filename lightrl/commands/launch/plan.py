@@ -41,8 +41,10 @@ class RunFacts:
     strategy: str | None = None  # class name; None if the YAML leaves it to the trainer
     trainer_pp: int = 1
     trainer_tp: int = 1
+    trainer_cp: int = 1
+    trainer_ep: int = 1
     on_cpu: bool = False
-    assumed: str = ""  # a note about `on_cpu` if the accelerator is auto
+    device_note: str = ""  # which devices are assumed, if the accelerator is auto; or which GPUs are missing
     engine: str | None = None  # class name
     has_urls: bool = False  # the servers are already running
     transport: str = "disk"
@@ -54,11 +56,7 @@ class RunFacts:
 
 
 def facts_of(settings: JsonMapping) -> RunFacts:
-    """Reads RunFacts from the parsed settings of `lightrl fit`.
-
-    Raises:
-        ValueError: if the number of the trainer's devices is not known before the run.
-    """
+    """Reads RunFacts from the parsed settings; raises ValueError if trainer.devices does not determine the ranks."""
     trainer = settings["trainer"]
     kind, strategy = _class(trainer.get("strategy"))
     engine_kind, engine = _class(trainer.get("engine"))
@@ -71,8 +69,10 @@ def facts_of(settings: JsonMapping) -> RunFacts:
         strategy=None if kind in (None, "auto") else kind,
         trainer_pp=int(strategy.get("pp") or 1),
         trainer_tp=int(strategy.get("tp") or 1),
+        trainer_cp=int(strategy.get("cp") or 1),
+        trainer_ep=int(strategy.get("ep") or 1),
         on_cpu=trainer.get("accelerator") == "cpu",
-        assumed=_GPUS_ASSUMED if trainer.get("accelerator") in (None, "auto") else "",
+        device_note=_GPUS_ASSUMED if trainer.get("accelerator") in (None, "auto") else "",
         engine=engine_kind,
         has_urls=engine.get("urls") is not None,
         transport=engine.get("transport") or "disk",
@@ -132,7 +132,7 @@ class Plan:
         return [process for process in self.processes if process.role == role]
 
     def resources_of(self, process: Process) -> tuple[Resources, int]:
-        """Returns what each rank or server of a process needs, and how many of them it runs."""
+        """Returns what each rank or server in a process needs, and how many of them the process runs."""
         is_rank = process.role == "trainer"
         return (self.launch.rank_resources, 1) if is_rank else (self.launch.server_resources, len(process.ports))
 
@@ -178,7 +178,7 @@ def make_plan(
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _changed_settings(layout, facts)
-    notes += [facts.assumed] if facts.assumed else []
+    notes += [facts.device_note] if facts.device_note else []
     ranks_of, servers_of = place(layout, launch.nodes, gpus, split[1])
     check_model(layout, facts, split)
     notes += [*_unused_sizes(launch, layout, facts), *check_memory(launch, layout, facts, split)]
@@ -225,15 +225,11 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         raise ValueError(f"{ranks_text} {need} {needed}, but {have} has {nodes * gpus}.")
     per_host = max(size for size in range(1, gpus + 1) if layout.ranks % size == 0)
     if layout.ranks // per_host > nodes:
-        raise ValueError(
-            f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {per_host} per host would need "
-            f"{layout.ranks // per_host} hosts. Change launch.ranks."
-        )
+        needed = f"{per_host} per host would need {layout.ranks // per_host} hosts. Change launch.ranks."
+        raise ValueError(f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {needed}")
     if per_host % trainer_tp:
-        raise ValueError(
-            f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, since its slices exchange data "
-            "in every layer. Change tp, launch.ranks or launch.gpus_per_node."
-        )
+        why = "since tp communicates in every layer. Change tp, launch.ranks or launch.gpus_per_node."
+        raise ValueError(f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, {why}")
     ranks: Placed = {host: [(gpu,) for gpu in range(per_host)] for host in range(layout.ranks // per_host)}
     if not layout.servers:
         return ranks, {}
@@ -263,31 +259,39 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
 
 
 def _trainer_split(layout: Layout, facts: RunFacts) -> tuple[int, int]:
-    """Returns (pp, tp) of the trainer."""
     pp = facts.trainer_pp if layout.trainer_pp is None else layout.trainer_pp
     return pp, facts.trainer_tp if layout.trainer_tp is None else layout.trainer_tp
 
 
 def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list[str]]:
-    """Returns the settings that this layout changes, with notes; raises ValueError if it contradicts the run's."""
+    """Returns the settings that this layout changes, with notes; raises ValueError if it contradicts the user's."""
     trainer: JsonObject = {}
     notes: list[str] = []
     strategy_split = (facts.trainer_pp, facts.trainer_tp)
     pp, tp = _trainer_split(layout, facts)
     if facts.strategy not in (None, "FSDP2Strategy", "Parallel3DStrategy") and layout.ranks > 1:
-        raise ValueError(f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy.")
+        raise ValueError(
+            f"trainer.strategy={facts.strategy} cannot train on several ranks. Use FSDP2Strategy or Parallel3DStrategy."
+        )
     if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
-        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. Remove it.")
+        fix = "Remove trainer.strategy."
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. {fix}")
     if facts.strategy == "Parallel3DStrategy" and strategy_split != (pp, tp):
         raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy (pp, tp)={strategy_split}.")
+    # An allocation without c has cp 1, since it fixes dp; one without e leaves ep to the strategy.
+    for name, size, own, is_given in (
+        ("cp", layout.cp, facts.trainer_cp, layout.trainer_pp is not None),
+        ("ep", layout.ep, facts.trainer_ep, layout.ep > 1),
+    ):
+        if is_given and own > 1 and size != own:
+            raise ValueError(f"The allocation has {name}={size}, but trainer.strategy has {name}={own}. Remove one.")
     sizes = {name: size for name, size in (("cp", layout.cp), ("ep", layout.ep)) if size > 1}
-    name, sizes = ("Parallel3DStrategy", {"pp": pp, "tp": tp}) if pp * tp > 1 else ("FSDP2Strategy", sizes)
+    name = "Parallel3DStrategy" if pp * tp > 1 else facts.strategy or "FSDP2Strategy"
     if facts.strategy is None and layout.ranks > 1:
+        sizes = {"pp": pp, "tp": tp, **sizes} if pp * tp > 1 else sizes
         trainer["strategy"] = {"class_path": name, **({"init_args": sizes} if sizes else {})}
         notes.append(f"trainer.strategy is {name}, since several ranks share the model.")
-    elif sizes and name == "FSDP2Strategy":
-        if facts.strategy != name:
-            raise ValueError(f"The allocation has c or e, which are cp and ep of {name}: set trainer.strategy to it.")
+    elif sizes:
         trainer["strategy"] = {"class_path": name, "init_args": sizes}
     if layout.servers:
         engine = facts.engine or layout.engine or "SGLangEngine"
@@ -339,14 +343,12 @@ def _servers(
     folder: str,
     python: str,
 ) -> list[Process]:
-    """Returns one `lightrl serve` per host with servers; its weight receiver uses the port after its last server's.
-
-    The servers stop after the trainer, so they need not wait for a run to release them.
-    """
+    """Returns one `lightrl serve` per host with servers; its weight receiver uses the port after its last server's."""
     processes: list[Process] = []
     for number, (host, groups) in enumerate(placed.items()):
         ports = tuple(port + SERVER_OFFSET + index for index in range(len(groups)))
         gpus = tuple(gpu for group in groups for gpu in group)
+        # leave_s is 0, since the servers stop only after the trainer
         settings: JsonObject = {
             "servers": len(groups), "tp": layout.tp, "host": names[host], "port": ports[0],
             "log_folder": f"{folder}/{names[host]}", "register": f"{folder}/{REGISTRY}", "leave_s": 0,
@@ -383,7 +385,7 @@ def check_model(layout: Layout, facts: RunFacts, split: tuple[int, int]) -> None
 
 
 def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
-    """Returns a note for each of the run's own sizes that the launch contradicts."""
+    """Returns a note for each of the run's own sizes that the launch overrides."""
     section = "launch" if launch.allocation is None else "launch.allocation"
     sizes = {
         "trainer.devices · trainer.num_nodes": (facts.ranks, layout.ranks, 1),
@@ -437,10 +439,7 @@ def check_memory(launch: Launch, layout: Layout, facts: RunFacts, split: tuple[i
 
 
 def drawing(plan: Plan) -> str:
-    """Draws one line per host with one cell per GPU.
-
-    node1 | rank 0 | rank 1 | server 0 | server 0
-    """
+    """Draws one line per host with one cell per GPU, such as `node1 | rank 0 | rank 1 | server 0 | server 0`."""
     cells = [["idle"] * plan.gpus_per_host for _ in plan.hosts]
     for process in plan.processes:
         for index, gpu in enumerate(process.gpus):

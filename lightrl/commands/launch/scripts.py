@@ -47,7 +47,7 @@ class TorchrunLauncher(Launcher):
         sys.stdout.write(f"\nStart all of these now; each writes its log below {self.plan.folder}:\n{text}\n")
 
     def _scripts(self) -> dict[str, Process]:
-        """Returns a script's name and process for each host and role; a host's first rank stands for all its ranks."""
+        """Maps a script's name to its process, for each host and role; a host's first rank stands for all its ranks."""
         scripts: dict[str, Process] = {}
         for process in self.plan.processes:
             scripts.setdefault(f"{process.role}-{self.plan.hosts[process.host]}.sh", process)
@@ -191,7 +191,7 @@ class KubernetesLauncher(Launcher):
 
 
 def _resources(plan: Plan, process: Process, number: int, gpus_each: int = 1) -> JsonObject:
-    """Returns the resources of a pod with `number` ranks or servers; limits only for GPUs, which need them."""
+    """Returns the resources of a pod with `number` ranks or servers; Kubernetes requires limits for GPUs only."""
     each, _ = plan.resources_of(process)
     requests = {"cpu": str(each.cpus * number)} if each.cpus is not None else {}
     requests |= {"memory": f"{round(each.memory_gb * 1e3) * number}M"} if each.memory_gb is not None else {}

@@ -76,7 +76,7 @@ class Launch:
         gpus_per_node: GPUs per host, or with `accelerator: cpu` the number of ranks and servers on it. None means the
             GPUs of this machine or, for other launchers, the number that the run needs.
         allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`; it
-            also sets pp and tp of Parallel3DStrategy, or cp and ep of FSDP2Strategy.
+            also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep of either strategy.
         ranks: number of trainer ranks; None means `trainer.devices` times `trainer.num_nodes`.
         servers: number of servers of SGLangEngine or VLLMEngine; None uses the engine's `servers`.
         tp: GPUs per server; None uses the engine's `tp`.
@@ -171,7 +171,7 @@ class Layout:
     placement: Literal["separate", "colocated"] = "separate"
     trainer_pp: int | None = None  # None if the strategy decides
     trainer_tp: int | None = None
-    cp: int = 1  # cp and ep are FSDP2Strategy's; 1 leaves the choice to the strategy
+    cp: int = 1  # 1 leaves the choice of cp and ep to the strategy
     ep: int = 1
     engine: str | None = None  # the engine class for these servers; None means the run's, or SGLangEngine
 
@@ -179,8 +179,7 @@ class Layout:
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
     """Returns the layout of a launch; `ranks`, `servers` and `tp` are used if the launch does not set them.
 
-    Raises:
-        ValueError: if the allocation string cannot be read, or has parts that lightrl cannot train or serve.
+    Raises ValueError if the allocation string cannot be read, or has parts that lightrl cannot train or serve.
     """
     if launch.allocation is not None:
         return _layout_of_parts(launch.allocation, parse_allocation(launch.allocation))
@@ -212,10 +211,8 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     model = trained[0]
     if any(part.pp > 1 for part in served):
         raise refused("lightrl's servers have d and t, but no p")
-    sizes = (("c", model.cp), ("e", model.ep))
-    split = [letter for letter, size in (*sizes, ("ffn:t", model.expert_tp)) if size > 1]
-    if split and (model.pp * model.tp > 1 or model.expert_tp > 1):
-        raise refused(f"Parallel3DStrategy has p and t, FSDP2Strategy has c and e: lightrl cannot use {split[0]} here")
+    if model.expert_tp > 1:
+        raise refused("lightrl divides experts by e, but does not split an expert: it cannot use t of ffn")
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(
@@ -276,11 +273,7 @@ def allocation_of(layout: Layout) -> str:
 
 
 def parse_allocation(text: str) -> list[list[Part]]:
-    """Parses an allocation string; the parts of an inner list share their GPUs.
-
-    Raises:
-        ValueError: if the string matches none of the forms above, or its sizes are inconsistent.
-    """
+    """Parses an allocation string; parts in an inner list share GPUs. Raises ValueError for a wrong form or sizes."""
     words = re.sub(r"\s", "", text)
     if words in ("manual", "heuristic", "search") or re.search(r"[,=*]", words):
         raise _wrong(text, "AReaL Core's manual, heuristic and key-value modes place models separately: use sizes")
@@ -321,8 +314,8 @@ def _parse_part(word: str, text: str) -> Part:
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
         why = f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}"
-        if backend == "fsdp":  # in AReaL's strings only megatron has e, for which lightrl uses FSDP2Strategy
-            why += f". Write megatron:{match['sizes']}, which lightrl trains with ep of FSDP2Strategy"
+        if backend == "fsdp":  # in AReaL's strings only megatron has e
+            why += f". Write megatron:{match['sizes']}, which lightrl trains with ep of its own strategies"
         raise _wrong(text, why)
     return Part(backend, name=match["name"] or match["old_name"], **sizes)
 

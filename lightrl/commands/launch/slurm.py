@@ -81,15 +81,12 @@ class SlurmLauncher(Launcher):
                 raise ValueError(f"launch.{section} has {taken[0]}{why}. Remove it.")
         self._is_apart = bool(plan.launch.server_options)  # servers are a separate component of the job
         if self._is_apart and {one.host for one in plan.of("servers")} != {*range(plan.trainer_hosts, len(plan.hosts))}:
-            raise ValueError(
-                "launch.server_options needs servers on exactly the hosts without ranks. Change launch.nodes, ranks or "
-                "servers, or remove server_options."
-            )
+            fix = "Change launch.nodes, ranks or servers, or remove server_options."
+            raise ValueError(f"launch.server_options needs servers on exactly the hosts without ranks. {fix}")
         self.plan = plan
         self.job: str | None = None
 
     def files(self) -> Mapping[str, str]:
-        """Returns the scripts of the job and of its steps."""
         servers = self.plan.of("servers")
         files = {"job.sh": self._job(), "trainer.sh": self._trainer()}
         return {**files, "servers.sh": self._servers(servers)} if servers else files

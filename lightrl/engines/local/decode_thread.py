@@ -30,10 +30,10 @@ _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that
 class DecodeThread(threading.Thread):
     """Decodes from `start` until `close`, or until decoding fails. After that, all other methods raise EngineError.
 
-    `pause`, `held` and `close` raise EngineTimeout if the current token takes longer than `boundary_timeout_s`.
+    `pause` and `held` raise EngineTimeout if a token takes longer than `boundary_timeout_s`, `close` if a layer does.
     """
 
-    def __init__(self, batch: RunningBatch, *, threads: int, boundary_timeout_s: float = 120.0) -> None:
+    def __init__(self, batch: RunningBatch, threads: int, ending: threading.Event, boundary_timeout_s: float) -> None:
         super().__init__(name="lightrl-local-engine", daemon=True)
         self._batch = batch
         # High priority, so that a decoding step's short kernels run before an update's long kernels.
@@ -44,13 +44,11 @@ class DecodeThread(threading.Thread):
         self._hold_lock = threading.Lock()  # one `held` at a time
         self._condition = threading.Condition()  # guards everything below
         self.weight_version = -1
-        self.is_closed = False
+        self._ending = ending  # the decoder's; set by `close`
         self._awaited: set[asyncio.Future[Completion]] = set()  # futures of waiting and running rows
         self._waiting: deque[Row] = deque()
         self._num_running = 0
-        self._has_cancellations = False
-        self._is_paused = False
-        self._is_held = False
+        self._has_cancellations = self._is_paused = self._is_held = False
         self._is_stale = False  # whether the KV cache must be recomputed before the next token
         self._is_at_boundary = True
         self._boundary_waiters: list[asyncio.Future[None]] = []
@@ -108,7 +106,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Context manager: decoding stops inside it. One caller enters at a time, never the decode thread itself."""
+        """Context manager that stops decoding. Only one caller may be inside, and never the decode thread."""
         with self._hold_lock:
             try:
                 with self._condition:
@@ -146,7 +144,7 @@ class DecodeThread(threading.Thread):
     def close(self) -> None:
         """Stops decoding; pending requests raise EngineError."""
         with self._condition:
-            self.is_closed = True
+            self._ending.set()
             self._condition.notify_all()
         self.join(self._boundary_timeout_s)
         if self.is_alive():
@@ -154,7 +152,7 @@ class DecodeThread(threading.Thread):
 
     def check_alive(self) -> None:
         """Raises EngineError if decoding has stopped for good."""
-        if self.is_closed:
+        if self._ending.is_set():
             raise EngineError("LocalEngine is closed. Create a new engine.")
         if self._failure is not None:
             raise self._failure_error()
@@ -178,7 +176,7 @@ class DecodeThread(threading.Thread):
         )
 
     def run(self) -> None:
-        """Samples one token for every row, again and again, until `close` or an error."""
+        """Decodes token by token until `close` or an error."""
         torch.set_num_threads(self._threads)
         try:
             with torch.inference_mode(), contextlib.ExitStack() as stack:
@@ -188,7 +186,7 @@ class DecodeThread(threading.Thread):
                     self._advance()
         except BaseException as error:  # noqa: BLE001  # passed on to all waiting callers
             with self._condition:
-                self._failure = error
+                self._failure = None if self._ending.is_set() else error
         self._fail_requests()
 
     def _next_token_is_due(self) -> bool:
@@ -201,7 +199,7 @@ class DecodeThread(threading.Thread):
                     self._batch.remove(lambda row: bool(row.owner.cancelled()))
                     self._awaited = {future for future in self._awaited if not future.cancelled()}
                 self._num_running = self._batch.size
-                if self.is_closed:
+                if self._ending.is_set():
                     return False
                 if not (self._is_paused or self._is_held) and (self._batch.size or self._waiting):
                     self._is_at_boundary = False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightrl.columns import ROUTES
+from lightrl.errors import EngineError
 from lightrl.functional.device_copy import on_device
 from lightrl.functional.packing import chunks_of_similar_length
 from lightrl.models.hybrids import keeps_states, time_step_limits
@@ -39,33 +41,29 @@ class Decoder(Protocol):
 
     # Recorded columns (see lightrl/columns) by name: after `append`, [T, w] for each sequence; after `step`, [n, w].
     latest_columns: Mapping[str, Sequence[Tensor]]
+    ending: threading.Event  # set to end a forward pass before its next layer, with EngineError
     has_own_threads: bool  # whether its own threads share a step's rows; otherwise torch's threads do the work
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
         """Maps the Hugging Face name of every parameter to its shape; all of them must be written."""
-        ...
 
     @property
     def optional_shapes(self) -> Mapping[str, torch.Size]:
         """Shapes of optional tensors: tied copies, which `write` ignores, and persistent buffers."""
-        ...
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Overwrites a parameter with a copy of the tensor; the caller has checked its name and shape."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """Returns a copy of a parameter in Hugging Face's layout."""
-        ...
 
     def attachments(self, token_ids: Sequence[int], **attached: Unpack[Attached]) -> tuple[str, ...]:
-        """Returns a prompt's images as `append` takes them; also reads them into a cache.
+        """Returns a prompt's images in the form that `append` takes, and reads them into a cache.
 
         Raises:
             ValueError: if the model cannot read an image, or the prompt has too few image tokens.
         """
-        ...
 
     def append(
         self, sequences: Sequence[Sequence[int]], sequence_indices: Sequence[int], images: Sequence[Sequence[str]] = ()
@@ -77,19 +75,15 @@ class Decoder(Protocol):
             sequence_indices: for each new row, the index of its sequence.
             images: paths or data: URLs of each sequence's images; empty if no sequence has any.
         """
-        ...
 
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         """Whether the KV cache of this many rows, with this many tokens each, fits into the available memory."""
-        ...
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
         """Reserves the KV cache memory that `fits` has approved; called before rows are added."""
-        ...
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         """Returns the logits after each token of a sequence, [T, V] float32; does not change rows or the KV cache."""
-        ...
 
     def step(self, token_ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Adds each row's last token to the KV cache; returns the next logits [n, V] float32, which may be modified.
@@ -98,7 +92,6 @@ class Decoder(Protocol):
             token_ids, positions: [n], ids and positions of the last tokens.
             longest: the largest position plus 1.
         """
-        ...
 
     def keep_rows(self, order: Sequence[int], longest: int) -> None:
         """Moves row `order[i]` to row i, and removes rows that are not in `order`.
@@ -106,15 +99,18 @@ class Decoder(Protocol):
         A row that moves always comes from beyond the new end, so rows can be copied in place. No row has more than
         `longest` tokens in the KV cache.
         """
-        ...
 
     def clear(self) -> None:
         """Removes all rows."""
-        ...
 
     def use_threads(self, num: int) -> None:
         """Sets the number of the decoder's own threads, if it uses any."""
-        ...
+
+
+def check_not_ending(ending: threading.Event) -> None:
+    """Raises EngineError if the engine is closing; called before each layer, because a long prefill takes minutes."""
+    if ending.is_set():
+        raise EngineError("LocalEngine is closing.")
 
 
 class HuggingFaceDecoder:
@@ -131,8 +127,8 @@ class HuggingFaceDecoder:
         record_routes: whether to record each token's experts; None does so if the model's family allows it.
 
     Raises:
-        ValueError: if required routes cannot be recorded; or if the model needs anything else, such as an index for
-            sparse attention or its own cache class, or computes differently in decoding than in training.
+        ValueError: if the model also needs something else, such as a sparse-attention index or its own cache class, or
+            computes differently in decoding than in training; or if required routes cannot be recorded.
     """
 
     has_own_threads = False
@@ -146,9 +142,15 @@ class HuggingFaceDecoder:
         prefill_tokens: int = 8192,
         record_routes: bool | None = None,
     ) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
+        self.ending = ending = threading.Event()
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # a layer of the decoder
+                module.register_forward_pre_hook(lambda *_: check_not_ending(ending))
         self._device = device
         self._last_position = torch.tensor([-1], device=device)
         self._prefill_tokens, self._image_reader = prefill_tokens, ImageReader.of(config)
@@ -188,7 +190,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _cache_is_supported(self) -> bool:
-        """Whether transformers' cache has only one key per token, or known states, after a forward of two tokens."""
+        """Whether a forward pass leaves only one key per token and known states in transformers' cache."""
         from transformers import DynamicCache
 
         if not self._cache_argument:
@@ -228,7 +230,7 @@ class HuggingFaceDecoder:
 
     @torch.no_grad()
     def _record_routes(self, is_required: bool) -> None:
-        """Records routes from now on if the model has experts and a forward of two tokens returns their routes."""
+        """Records routes from now on if the model has experts and a forward pass over two tokens returns routes."""
         routes = Routes(self._model)
         if not routes.blocks:
             if is_required:
@@ -309,7 +311,7 @@ class HuggingFaceDecoder:
         return True  # the cache grows with every token and has no limit
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """No-op: memory is allocated token by token."""
+        """No-op: `step` allocates memory for each token."""
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         outputs = self._model(input_ids=torch.tensor([[*token_ids]], device=self._device), use_cache=False)
@@ -357,7 +359,7 @@ class HuggingFaceDecoder:
 
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
-            # Without the config, even sliding layers keep all tokens; otherwise their columns could not be moved.
+            # Without the config, sliding-window layers also keep all tokens, so that their columns can be moved.
             cache = DynamicCache(config=self._model.config) if self._keeps_states else DynamicCache()
         arguments[self._cache_argument] = cache
         if "position_ids" in self._forward_arguments:
@@ -386,7 +388,7 @@ def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
 
 
 def _layer_tensors(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:
-    """Returns, for each tensor [n, …] of a layer, its dict, its key, and whether it has a column for each token."""
+    """Returns a layer's tensors [n, …], each as its dict, its key, and whether it has a column for each token."""
     tensors: list[tuple[dict[Any, Tensor], Any, bool]] = [(vars(layer), name, True) for name in ("keys", "values")]
     for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
         tensors += [(states, index, False) for index in states]

@@ -28,10 +28,7 @@ from lightrl.weights import Bucket, block_fp8
 
 
 def copy_in(decoder: Decoder, buckets: Iterable[Bucket], *, can_undo: bool) -> None:
-    """Copies every parameter into the decoder; on failure, restores the old values.
-
-    Args:
-        can_undo: False if the decoder has no weights yet.
+    """Copies every parameter into the decoder; on failure, restores the old values, if there are any (`can_undo`).
 
     Raises:
         WeightSyncError: if a name is unknown, missing or repeated, a shape differs, or a value is not finite.
@@ -106,11 +103,11 @@ class LocalEngine(RolloutEngine):
     load stops decoding without changing the flag.
 
     Memory: the weights; during a load also the old weights, to undo a bad bucket; and a KV cache for the largest number
-    of rows and tokens so far. On a GPU, the fast path's KV cache is limited to `key_value_bytes`; other rows wait.
+    of rows and tokens so far. On a GPU, the fast path's KV cache is limited to `key_value_bytes`; rows beyond it wait.
 
     Args:
         max_batch: maximum number of completions decoded together (slots). None means 512 for models below 10 M
-            parameters, in which a step costs nearly the same for more rows, and 256 for others.
+            parameters, where more rows hardly slow down a step, and 256 for others.
         threads: number of decoding threads; None means the number that torch uses in the thread that calls `start`.
             With the fast path's kernels, each thread decodes some of the rows. Otherwise torch's threads share each
             operation, which is slower than one thread for models below 10 M parameters; for these, None means 1.
@@ -121,9 +118,9 @@ class LocalEngine(RolloutEngine):
             the mismatch with the trainer, and correct it, without a GPU. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: maximum number of prompt tokens, with padding, in one forward; limits the prefill's memory.
-        record_routes: whether to return each token's experts, so that the trainer uses the same (models/routes.py).
+        record_routes: whether to return each token's experts, for the trainer to use the same ones (models/routes.py).
             None does so for models with experts, except for families whose routes cannot be recorded.
-        boundary_timeout_s: maximum time that `pause`, `load_weights` and `close` wait for the current token to finish.
+        boundary_timeout_s: how long `pause` and `load_weights` wait at most for the current token, `close` for a layer.
     """
 
     continues_completions = True
@@ -174,7 +171,7 @@ class LocalEngine(RolloutEngine):
 
     def start(self, config: PretrainedConfig) -> None:
         """Builds the model without setting its weights, and starts the decode thread."""
-        if self._thread is not None and (self._thread.is_alive() or not self._thread.is_closed):
+        if self._thread is not None and (self._thread.is_alive() or self._decoder is not None):
             raise EngineError("LocalEngine is already started. Close it first, or create a new one.")
         check_outputs(config, "LocalEngine's model")
         text_config = config.get_text_config()
@@ -198,8 +195,8 @@ class LocalEngine(RolloutEngine):
         if self.device.type == "cuda" and not is_small:
             log.warning("LocalEngine decodes on %s; SGLangEngine is faster for models of this size.", self.device)
         batch = RunningBatch(self._decoder, max_rows=max_rows, vocab_size=self._vocab_size, device=self.device)
-        threads = 1 if is_small and has_own_threads else self.threads  # within one torch operation
-        self._thread = DecodeThread(batch, threads=threads, boundary_timeout_s=self.boundary_timeout_s)
+        threads = 1 if is_small and has_own_threads else self.threads  # torch's intra-op threads
+        self._thread = DecodeThread(batch, threads, self._decoder.ending, self.boundary_timeout_s)
         self._thread.start()
 
     def choose_device(self) -> torch.device:
@@ -253,7 +250,7 @@ class LocalEngine(RolloutEngine):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt, without a timeout, because the controller has one."""
+        """Generates `n` completions of one prompt; has no timeout, because the controller has one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, samplings, [started] * n, attached)))
@@ -315,7 +312,7 @@ class LocalEngine(RolloutEngine):
             return {name: self._decoder.read(name) for name in self._decoder.shapes}
 
     def close(self) -> None:
-        """Stops decoding; raises EngineTimeout if the current token takes over `boundary_timeout_s`."""
+        """Stops decoding; raises EngineTimeout if the current layer takes over `boundary_timeout_s`."""
         if self._thread is not None:
             self._thread.close()
             self._decoder = None

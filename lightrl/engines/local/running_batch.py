@@ -41,7 +41,7 @@ def completion_seed(seed: int, sample: int) -> int:
 
 
 def uniforms(seeds: Tensor, first: int, count: int) -> Tensor:
-    """Returns uniform random numbers for `count` positions from `first` on, of completions with these int64 seeds [n].
+    """Returns a uniform random number for each seed in `seeds` [n] int64 and each of `count` positions from `first` on.
 
     The generator is splitmix64 (https://doi.org/10.1145/2660193.2660195); its initial state is a hash of the seed.
 
@@ -141,7 +141,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
 
 # The sampling settings that hundreds of rows may share; seeds and limits differ.
 _shared_settings = operator.attrgetter("temperature", "top_p", "top_k", "stop_token_ids")
-_FIRST_WIDTH = 64  # tokens; the first W, which doubles as needed
+_FIRST_WIDTH = 64  # tokens; initial W, which doubles as needed
 _MAX_SAMPLED = 32  # steps whose supports are encoded together
 
 
@@ -169,24 +169,16 @@ class Row:
 
 
 class RunningBatch:
-    """The rows being decoded.
-
-    An admitted row has at least one generated token; the last one is not yet in the decoder's KV cache.
-
-    Args:
-        decoder: computes the logits; if its weights change between two calls, `recompute` must be called next.
-        max_rows: S, the maximum of `size`.
-        vocab_size: V.
-    """
+    """The rows being decoded. Each has at least one generated token; the last one is not yet in the KV cache."""
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self.max_rows = max_rows
-        self._decoder = decoder
-        self._vocab_size = vocab_size
+        self.max_rows = max_rows  # S, the maximum of `size`
+        self._decoder = decoder  # after its weights have changed, `recompute` must be called first
+        self._vocab_size = vocab_size  # V
         self.device = device
         self._rows: list[Row] = []
-        self._sampled: list[tuple[list[Row], Any, Any]] = []  # to be encoded: rows, supports [M, 2], tokens [n]
-        # State on the host, so that finding finished rows reads nothing but sampled tokens from the device.
+        self._sampled: list[tuple[list[Row], Any, Any]] = []  # to encode: rows, supports as (row, id) [M, 2], tokens
+        # State on the host, so that only sampled tokens are read from the device to find finished rows.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -277,7 +269,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies sampled tokens to the host. The host waits for the device only here, for supports and for columns."""
+        """Copies sampled tokens to the host: apart from supports and columns, the only wait for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return

@@ -26,11 +26,7 @@ def as_url(address: str) -> str:
 
 
 def addresses_from_environment() -> list[str]:
-    """Returns the addresses in LIGHTRL_SERVER_ADDRS, or in the variable that AReaL uses.
-
-    Raises:
-        ValueError: if neither is set.
-    """
+    """Returns the addresses in LIGHTRL_SERVER_ADDRS or AReaL's variable; raises ValueError if neither is set."""
     for name in ADDRESS_VARIABLES:
         if addresses := read_addresses(name):
             return addresses
@@ -50,7 +46,7 @@ def remote_servers(urls: Iterable[str]) -> list[str]:
 
 
 def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str:
-    """Returns this machine's address for these servers, by default the local end of the route to them.
+    """Returns the address at which servers reach this machine, by default the local end of the route to them.
 
     Raises:
         ValueError: if `trainer_host` is not an address of this machine, or no single address serves all servers.

@@ -31,39 +31,22 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a running server reports: its process, its model, and how it stores weights.
+    """What a running server reports: its process, its model, and how it stores weights."""
 
-    Args:
-        identity: changes with a restart; None if the server does not report when it started.
-        num_ranks: number of tensor-parallel ranks.
-        dtype: dtype of the weights; None if the server reports only `auto`.
-        is_cpu: whether the weights are on a CPU.
-        layout_problem: why the server's digests cannot be compared with the trainer's; None if they can.
-        model_path: the model that the server was started with.
-        overrides: JSON of values that override the model's config.
-        page_tokens: number of tokens per page of the KV cache.
-        is_auto: whether the dtype comes from the config that the server was started with.
-        computes_in: torch's name for the least precise dtype used in computation, or `auto`.
-        world_size: number of ranks: tensor-parallel times pipeline-parallel.
-        is_vllm: whether weights are stored as in vLLM; see ServerLayout.
-        returned_columns: names of the columns (lightrl/columns) that the server was started to return.
-        ep: as in ServerLayout.
-    """
-
-    identity: str | None = None
-    num_ranks: int = 1
-    dtype: torch.dtype | None = None
-    is_cpu: bool = True
-    layout_problem: str | None = None
-    model_path: str = ""
-    overrides: str = "{}"
-    page_tokens: int = 1
-    is_auto: bool = False
-    computes_in: str = "auto"
-    world_size: int = 1
-    is_vllm: bool = False
-    returned_columns: frozenset[str] = frozenset()
-    ep: int = 1
+    identity: str | None = None  # changes with a restart; None if the server does not report when it started
+    num_ranks: int = 1  # number of tensor-parallel ranks
+    dtype: torch.dtype | None = None  # dtype of the weights; None if the server reports only `auto`
+    is_cpu: bool = True  # whether the weights are on a CPU
+    layout_problem: str | None = None  # why its digests cannot be compared with the trainer's; None if they can
+    model_path: str = ""  # the model that the server was started with
+    overrides: str = "{}"  # JSON of values that override the model's config
+    page_tokens: int = 1  # number of tokens per page of the KV cache
+    is_auto: bool = False  # whether the dtype comes from the config that the server was started with
+    computes_in: str = "auto"  # torch's name for the least precise dtype used in computation, or `auto`
+    world_size: int = 1  # number of ranks: tensor-parallel times pipeline-parallel
+    is_vllm: bool = False  # whether weights are stored as in vLLM; see ServerLayout
+    returned_columns: frozenset[str] = frozenset()  # columns (lightrl/columns) that it was started to return
+    ep: int = 1  # number of expert-parallel groups; see ServerLayout
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
         """Returns the possible layouts of the server's weights; `dtype` is the one that an earlier load found."""
@@ -163,7 +146,7 @@ class ServerClient(Connection, ABC):
     @staticmethod
     @abstractmethod
     def read_answer(content: bytes) -> Answer:
-        """Parses the answer to that request; raises ValueError if it is not JSON."""
+        """Parses the answer to a request made by `request_of`; raises ValueError if it is not JSON."""
 
     async def generate(
         self, body: dict[str, Any], *, num_retries: int | None = None, timeout_s: float = 0.0, read: Reader = json.loads
@@ -196,13 +179,12 @@ class ServerClient(Connection, ABC):
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         """Returns these tokens' logprobs at temperature 1, 0 for the first; [] if the server cannot compute them.
 
-        Args:
-            weights: the name of a `NamedVersion`; None for the server's only weights.
+        `weights` is the name of a `NamedVersion`; None means the server's only weights.
         """
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one more token; returns how many of these tokens were in the prefix cache under this key."""
+        """Generates one token after these; returns how many of these were in the prefix cache under `cache_key`."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -229,7 +211,7 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Prepares the server for weight updates until `end_weight_update`; False if it has no such call."""
+        """Tells the server that weight updates follow, until `end_weight_update`; False if it has no such call."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...

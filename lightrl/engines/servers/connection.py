@@ -139,7 +139,7 @@ class Connection:
         self._max_connections = max_connections
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        self._num_closes = 0
+        self._num_closes = 0  # number of `close` calls; a request is not retried after one
         self._is_over = False
         self._has_warned_of_busy = False
 
@@ -156,10 +156,9 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        A retry of a generation or batch gets a new random `rid` in `body`: the server may still be running the old one.
-
-        Args:
-            headers: a dict that receives the answer's headers, with lower-case names.
+        Retries as the module docstring says, unless `close` was called meanwhile. A retry of a generation or batch gets
+        a new random `rid` in `body`: the server may still be running the old one. `headers`, if given, receives the
+        answer's headers, with lower-case names.
 
         Raises:
             ServerRefused: if the server answers with an error.
@@ -181,12 +180,12 @@ class Connection:
                 is_temporary = isinstance(error, EngineUnreachable | OutOfFiles)
                 is_temporary |= isinstance(error, ServerRefused) and error.is_temporary
                 may_repeat = attempt < retries and is_temporary
-                if isinstance(error, ServerRefused) and error.is_busy:
+                if isinstance(error, ServerRefused) and error.is_busy:  # the deadline replaces the number of retries
                     wait_s = max(wait_s, error.retry_after_s)
                     # A generation with `num_retries=0` is not repeated here: its caller tries other servers.
-                    is_harmless = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
+                    may_wait = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
                     busy_s = time.monotonic() - start + wait_s
-                    may_repeat = is_harmless and busy_s < timeout_s
+                    may_repeat = may_wait and busy_s < timeout_s
                     if may_repeat:
                         self.warn_if_busy(error, busy_s)
                 if not may_repeat or self._num_closes != num_closes:
@@ -282,8 +281,7 @@ class Connection:
         self._last_path, self.last_answer_at = name, time.monotonic()
         if status >= 400:
             text = _short(content.decode(errors="replace"))
-            hint = self._hint(status, name)
-            problem = f"{self.name} answered {name} with HTTP {status}: {text}. {hint}"
+            problem = f"{self.name} answered {name} with HTTP {status}: {text}. {self._hint(status, name)}"
             raise ServerRefused(problem, status=status, retry_after_s=retry_after_s(response.headers))
         if read is None:
             return None

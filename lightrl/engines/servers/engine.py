@@ -56,7 +56,7 @@ from lightrl.weights import Bucket, SharedFolder, block_fp8
 
 
 class ServerSettings(TypedDict, total=False):
-    """The arguments of ServerEngine, as type checkers see the `settings` of its subclasses."""
+    """The arguments of ServerEngine: the type of its subclasses' `settings`."""
 
     urls: Sequence[str] | None
     servers: int | None
@@ -92,7 +92,7 @@ class ServerEngine(RolloutEngine):
         server_args: arguments for started servers, keyed by the server's argument names.
         transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
             pickle, see weights/shared_memory.py), `delta` (only the changes, through weight receivers) or `cuda_ipc`
-            (same GPUs; uses a pickle too; not tested yet). Weights are sent in the servers' dtype if all report one.
+            (same GPUs; also uses a pickle; not tested yet). If all servers report one dtype, weights are sent in it.
         router: what chooses a request's server: `smg` starts SGLang's gateway on this machine (pip install smg); an
             address names a running gateway that no other run uses; None lets the engine choose. Only generations go
             through a gateway.
@@ -104,9 +104,8 @@ class ServerEngine(RolloutEngine):
             trainer updates. This needs `StalenessControl(0)`.
         adapters: with LoRA, `merged` sends whole weights with the adapters merged in; `served` sends the base once and
             then only adapters, and each request keeps its weight version until it ends (sync/served_adapters.py).
-        record_routes: whether to record each token's experts, so that the trainer uses the same ones
-            (models/routes.py). None does so for models with experts if every server supports it; a server that was not
-            started here needs SGLang's `enable_return_routed_experts`.
+        record_routes: whether to record each token's experts for the trainer (models/routes.py). None does so if every
+            server can; a server that was not started here needs `enable_return_routed_experts`.
         timeouts: deadlines for starts, requests and weight syncs.
     """
 
@@ -165,7 +164,7 @@ class ServerEngine(RolloutEngine):
         self.router = router
         self.record_routes = record_routes
         self.timeouts = timeouts
-        self.fleet = ServerFleet()  # this and the following are new at each start
+        self.fleet = ServerFleet()  # `start` replaces this and the following
         self._home = HomeLoop(self.fleet.describe)
         self._members: Members | None = None
         self._loader: WeightLoader | None = None

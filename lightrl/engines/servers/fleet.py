@@ -24,8 +24,8 @@ SLOW_FACTOR = 3.0  # warn about a server that takes this many times as long per 
 class ServerFleet:
     """The servers of an engine, and which sessions' prefixes each server has in its cache.
 
-    A server is routable only after it has acknowledged the current weights. A session stays on a routable server with
-    at most `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
+    A server is routable only after it has acknowledged the current weights. A session stays on its server unless that
+    has over `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
     """
 
     may_grow: bool = False  # whether new servers may join
@@ -87,7 +87,7 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for a request in this session, or None; an excluded one only if no other is eligible."""
+        """Returns the server for this session's request, None if none is eligible; excluded ones are a last resort."""
         eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:

@@ -56,39 +56,33 @@ class _FollowedMembers(Members):
 
 @dataclass
 class Follower:
-    """An engine that can only generate; it is pickled, sent to another process and opened there.
-
-    Args:
-        salt: as in ServerFleet.
-        max_connections: connections from this process to each server; further requests queue here.
-        make_router: what the leader's `Router.for_followers` returned.
-    """
+    """An engine that can only generate; it is pickled, sent to another process and opened there."""
 
     client_type: type[ServerClient]
-    salt: str
+    salt: str  # the leader's ServerFleet.salt
     token: str | None
     timeouts: Timeouts
-    max_connections: int
+    max_connections: int  # connections per server from this process; further requests wait here
     limits: RequestLimits
-    make_router: Callable[..., Router] = Router
+    make_router: Callable[..., Router] = Router  # the result of the leader's `Router.for_followers`
     reads_grammars: bool = False
     weight_version: int = -1
     continues_completions = returns_topk = True
     check_sampling: ClassVar[Any] = RolloutEngine.check_sampling
 
     async def open(self, report: ReportServer) -> None:
-        """Called first, on the event loop that sends requests; `report` informs the leader of failed servers."""
+        """Builds the fleet and its request loop on the running event loop; `report` informs the leader of failures."""
         raise_open_files()
         self._fleet = ServerFleet(salt=self.salt)
         self._home = HomeLoop(self._fleet.describe, timeout_s=self.timeouts.request_s)
         router = self.make_router(self._fleet, timeouts=self.timeouts)
         self._members = _FollowedMembers(self._home, self._fleet, router, self.timeouts, report)
         self._traffic = Traffic(is_held=True)  # until the first state arrives
-        leader = Leader(self._home, self._members, self._traffic)  # without followers
+        leader = Leader(self._home, self._members, self._traffic)  # without followers of its own; RequestLoop needs one
         self._requests = RequestLoop(
             self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
         )
-        await self._home.move_here(self._home.end_tasks)
+        await self._home.move_here(self._home.end_tasks)  # there is no old home to leave
 
     def follow(self, state: FleetState) -> None:
         if state.weight_version != self.weight_version:
@@ -103,7 +97,7 @@ class Follower:
     def state(self) -> FollowerState:
         servers = self._fleet.in_state()
         loads = tuple((item.url, item.num_requests, item.outstanding_tokens) for item in servers if item.num_requests)
-        return FollowerState(self._traffic.num_running, self._traffic.has_minimum, loads)
+        return FollowerState(self._traffic.num_running, self._traffic.num_with_minimum, loads)
 
     async def generate(self, token_ids: list[int], sampling: Sampling, **request: Any) -> list[Completion]:
         return await self._requests.generate(token_ids, sampling, **request)

@@ -54,7 +54,7 @@ _ARGUMENTS = [
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # intervals between checks of its workers
-_CUT_AFTER_S = 1.0  # how long aborted requests may take to return: first those to a lost server, then the others
+_CUT_AFTER_S = 1.0  # how long to wait for aborted requests: first for a lost server's, then for all others
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,11 @@ class GatewayState:
 
     serving: frozenset[str] = frozenset()  # servers that it may send requests to
     problem: str = ""  # why it cannot be used
-    num_cuts: int = 0  # how often all connections to it were closed
+    num_cuts: int = 0  # how many times all connections to it were closed
 
 
 class Gateway(Connection, Router):
-    """A gateway that only this run uses; the gateway itself counts the requests at each server.
-
-    Args:
-        token: API key of the gateway and the servers; None if they have none.
-        fleet: the routable servers in it become the gateway's workers.
-    """
+    """A gateway that only this run uses; the gateway itself counts the requests at each server."""
 
     program = "SGLang's gateway"
     hints: ClassVar = {(_NOT_FOUND, "/workers"): "Check that router is the address of a gateway."}
@@ -80,9 +75,9 @@ class Gateway(Connection, Router):
     def __init__(self, url: str, token: str | None, fleet: ServerFleet, **settings: Any):
         super().__init__(url, token=token, max_connections=connections_within(raise_open_files(), 1), **settings)
         self.name = f"Gateway {self.url}"
-        self.token = token
+        self.token = token  # API key of the gateway and the servers; None if they have none
         self.state = GatewayState()
-        self.fleet = fleet
+        self.fleet = fleet  # its routable servers become the gateway's workers
         self._key = {"api_key": token} if token is not None else {}
         self._added: set[str] = set()  # addresses of all workers that this object has added
 

@@ -27,14 +27,11 @@ class HomeLoop:
 
     When the loop changes, tasks from `spawn` and tasks inside `cancelled_with_loop` are cancelled, and coroutines from
     `keep` start again on the new loop.
-
-    Args:
-        describe: describes the servers, for the error about a missed deadline.
     """
 
     def __init__(self, describe: Callable[[], str], *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
-        self._describe = describe
+        self._describe = describe  # describes the servers, for the error about a missed deadline
         self._kept: list[Callable[[], Work[object]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._own_thread: LoopThread | None = None
@@ -166,7 +163,7 @@ class HomeLoop:
 
     @contextlib.contextmanager
     def cancelled_with_loop(self) -> Iterator[None]:
-        """Context manager: inside it, the current task is cancelled if the loop changes."""
+        """Context manager that cancels the current task if the loop changes."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

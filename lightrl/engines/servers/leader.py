@@ -24,10 +24,10 @@ class Traffic:
     """The requests in flight from this process or its followers, and the gate: whether new requests may begin."""
 
     num_running: int = 0  # completions that a server is generating
+    num_with_minimum: int = 0  # those with min_new_tokens, which servers would count from 0 again after a pause
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # new requests wait until a load ends
     is_paused: bool = False
-    has_minimum: bool = False  # a request had min_new_tokens, which servers would count from 0 again after a pause
 
     @property
     def is_open(self) -> bool:
@@ -51,7 +51,7 @@ class FollowerState:
     """A follower's state, sent back to the leader."""
 
     num_running: int = 0  # completions that a server is generating
-    has_minimum: bool = False  # whether a request had `min_new_tokens`
+    num_with_minimum: int = 0  # those of them with `min_new_tokens`
     loads: tuple[tuple[str, int, int], ...] = ()  # address, requests, outstanding tokens
 
 
@@ -60,11 +60,9 @@ class FollowerProcesses(Protocol):
 
     async def notify(self) -> None:
         """Returns once each follower has the leader's state and has sent its own state back, or has exited."""
-        ...
 
     def post(self) -> object:
         """Sends the leader's state without waiting for answers."""
-        ...
 
 
 @dataclass(eq=False)
@@ -103,15 +101,13 @@ class Leader:
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
         """Adds up the requests of all followers, given each follower's latest state."""
         self.traffic.num_running = sum(state.num_running for state in states)
-        self.traffic.has_minimum |= any(state.has_minimum for state in states)
+        self.traffic.num_with_minimum = sum(state.num_with_minimum for state in states)
         self.members.router.note_loads(load for state in states for load in state.loads)
 
     def on_server_failed(self, kind: str, url: str, reason: str) -> None:
         """Called when a follower's request failed; `kind` is `lost` or `suspect`, the follower's view of the server."""
         server = self.members.fleet.servers.get(url)
-        if server is None:
-            return
-        if kind == "lost":
+        if server is not None and kind == "lost":
             self.members.lose(server, reason)
-        else:
+        elif server is not None:
             self.home.spawn(self.members.check(server))

@@ -49,10 +49,9 @@ class Members:
         await self.router.reach()
 
     async def identify_all(self) -> None:
-        """Reads every server's identity. If a server does not answer, the first load tries again.
+        """Reads the identity of every server that answers; the first load asks the others again.
 
-        Raises:
-            EngineError: if a server was started without an argument that rollouts need.
+        Raises EngineError if a server was started without an argument that rollouts need.
         """
 
         async def identify(server: Server) -> None:
@@ -96,7 +95,6 @@ class Members:
         self.home.wake()
 
     async def _fail_requests(self, server: Server) -> None:
-        """Makes the requests to a lost server fail."""
         await server.client.close()
         await self.router.fail_requests(server, self.home)
 
@@ -141,8 +139,7 @@ class Members:
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
-        Args:
-            auto: the dtype that `auto` means on servers that the engine started; other servers' configs may differ.
+        `auto` is the dtype that the setting `auto` means on servers started by the engine; on others it may differ.
         """
         dtypes = set()
         for server in self.fleet.in_state():

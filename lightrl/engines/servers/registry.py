@@ -61,10 +61,7 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs have moved their requests to other servers; returns False if it takes over `timeout_s`.
-
-        With a timeout of 0, the entries are removed at once.
-        """
+        """Waits until runs no longer use the servers; returns False if that takes over `timeout_s` (0: no waiting)."""
         if not self._thread.is_alive() or not timeout_s:
             self.end()
             return True
@@ -127,7 +124,7 @@ class Registry:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 text = file.read_text()
                 if self._changes.get(file.name, ("", 0.0))[0] != text:
-                    self._changes[file.name] = (text, now if self._has_read else now - EXPIRE_S)
+                    self._changes[file.name] = (text, now if self._has_read else now - EXPIRE_S)  # at first, expired
                 if now - self._changes[file.name][1] < EXPIRE_S:
                     content = json.loads(text)
                     receiver = content.get("receiver")
@@ -136,11 +133,7 @@ class Registry:
         return servers
 
     def wait_for_servers(self, timeout_s: float) -> list[ServerEntry]:
-        """Waits up to `timeout_s` for the expected number of servers; returns those that announced themselves.
-
-        Raises:
-            EngineTimeout: if none did.
-        """
+        """Waits up to `timeout_s` for the expected number of servers; returns those found, or raises EngineTimeout."""
         deadline = time.monotonic() + timeout_s
         while len(entries := [entry for entry in self.read().values() if not entry.is_leaving]) < self.num_expected:
             if time.monotonic() > deadline:
@@ -162,8 +155,7 @@ class Registry:
 def registry_at(urls: Sequence[str] | None) -> Registry | None:
     """Returns the registry for a URL like `file:///shared/servers` or `file:///shared/servers?servers=4`, else None.
 
-    Raises:
-        ValueError: if there are also other addresses, or the path is not absolute.
+    Raises ValueError if there are also other addresses, or the path is not absolute.
     """
     if not any(url.startswith(SCHEME) for url in urls or ()):
         return None

@@ -80,7 +80,7 @@ class CompletionDraft:
     token_ids: TokenArray[int] = NO_IDS
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
-    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # for the prompt and the tokens so far
+    columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # columns of the prompt and the tokens so far
     encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
@@ -209,11 +209,9 @@ class CompletionDraft:
             name: column_named(name).of_completion(values, len(self.prompt), self.num_tokens)
             for name, values in (self.columns if self.token_ids else {}).items()
         }
-        reason = self.finish_reason or "abort"
-        return Completion(self.token_ids, self.logprobs, self.weight_versions, reason, columns)
+        return Completion(self.token_ids, self.logprobs, self.weight_versions, self.finish_reason or "abort", columns)
 
     def _encoded(self, answer: Answer, server: str) -> dict[str, TokenArray[Any]]:
-        """Encodes the answer's raw columns with `encoders`."""
         num_read = self.num_tokens + len(answer.token_ids) - 1  # the model has not read the last token
         columns = {}
         for name, encode in self.encoders.items():
@@ -270,8 +268,8 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    The garbage collector is off during this: short-lived lists of a thousand tokens would trigger it, and it would
-    visit all trajectories in memory (0.9 of 2.2 ms per request).
+    The garbage collector is off meanwhile: short-lived lists of a thousand tokens would trigger it, and it would visit
+    all trajectories in memory (0.9 of the 2.2 ms per request).
     """
     was_enabled = gc.isenabled()
     gc.disable()

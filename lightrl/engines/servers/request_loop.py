@@ -139,10 +139,7 @@ class RequestLoop:
                     task.cancel()
 
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Returns each routable server's logprobs for these sequences, at temperature 1; each first token's is 0.
-
-        The lists are empty for a server that cannot compute logprobs. A server that is lost meanwhile is omitted.
-        """
+        """Implements `RolloutEngine.score`; omits a server that is lost meanwhile."""
         with self.home.cancelled_with_loop():
             while True:
                 await self._find_server("probe", set())
@@ -184,7 +181,7 @@ class RequestLoop:
 
     async def resume(self) -> None:
         """Continues all requests."""
-        # Resume them even if all requests have finished: nothing else would, except a load that is running now.
+        # Servers stay paused after all requests have finished, and nothing else resumes them, except a running load.
         paused = self._paused - self._at_load
         servers = [server for server in self.fleet.in_state("routable") if server in paused]
         await asyncio.gather(*(self._try_or_lose(server, server.client.resume, "resumed") for server in servers))
@@ -196,15 +193,14 @@ class RequestLoop:
         """Leaves pausing and resuming these servers to a load, until `release`."""
         self._at_load.update(servers)
 
-    async def close_gate(self) -> None:
-        """Holds new requests until `release`, because a server handles a pause only after the requests before it."""
+    async def hold(self, servers: Collection[Server]) -> None:
+        """Holds new requests until `release`; if any request in flight has `min_new_tokens`, aborts all requests.
+
+        A server would handle a pause only after earlier requests.
+        """
         self.traffic.is_held = True
         await self.leader.notify()
-
-    async def hold(self, servers: Collection[Server]) -> None:
-        """Closes the gate; if any request in flight has `min_new_tokens`, aborts all requests."""
-        await self.close_gate()
-        if self.traffic.has_minimum:
+        if self.traffic.num_with_minimum:
             await self._abort_all(servers, within_s=self.timeouts.sync_s)
 
     async def _abort_all(self, servers: Collection[Server], *, within_s: float) -> None:
@@ -226,7 +222,7 @@ class RequestLoop:
         self.home.wake()
 
     async def _pause_servers(self) -> None:
-        if self.traffic.has_minimum:
+        if self.traffic.num_with_minimum:
             await self._abort_all(self.fleet.in_state("routable"), within_s=self.timeouts.request_s)
         servers = self.fleet.in_state("routable")
         self._paused.update(servers)
@@ -242,8 +238,7 @@ class RequestLoop:
         """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
         failures = _Failures()
         while draft.finish_reason is None:
-            min_version = self.versions.min_version(draft)
-            server = await self._find_server(session, failures.servers, min_version=min_version)
+            server = await self._find_server(session, failures.servers, min_version=self.versions.min_version(draft))
             before = len(draft.token_ids)
             try:
                 await self._request(server, draft)
@@ -291,15 +286,15 @@ class RequestLoop:
         """Sends one request and adds its answer to the draft; aborts it when cancelled, or after `generate_s`."""
         rid = secrets.token_hex(16)
         traffic, fleet, router = self.traffic, self.fleet, self.members.router
-        traffic.has_minimum |= draft.sampling.min_new_tokens > 0
         router.start_request(server, draft.max_tokens)
         traffic.num_running += 1
+        traffic.num_with_minimum += draft.sampling.min_new_tokens > 0
 
         def abort() -> None:
             servers = router.may_reach(server, "routable", "draining")
             self.home.spawn(abort_at([candidate.client for candidate in servers], rid))
 
-        limit_s = self.timeouts.generate_s  # then an abort makes the server return its tokens so far
+        limit_s = self.timeouts.generate_s  # after this, an abort makes the server return its tokens
         overdue = asyncio.get_running_loop().call_later(limit_s, abort)
         try:
             draft.named_version = self.versions.choose(draft.named_version)
@@ -318,6 +313,7 @@ class RequestLoop:
         finally:
             overdue.cancel()
             traffic.num_running -= 1
+            traffic.num_with_minimum -= draft.sampling.min_new_tokens > 0
             router.end_request(server, draft.max_tokens)
         draft.check(answer, url, rid, oldest, fleet.newest_version)
         draft.add(answer, url, path=server.client.generate_path, column_help=server.client.column_help)

@@ -39,13 +39,13 @@ class Server:
     info: ServerInfo | None = None  # None until `identify`
     digest_dtype: torch.dtype | None = None  # the dtype in which its digests equaled the trainer's
     logged_check: Verification | None = None  # the check that was last logged for this process
-    released: set[MemoryPart] = field(default_factory=set)  # resuming any other part would crash the server
+    released: set[MemoryPart] = field(default_factory=set)  # parts of its memory; resuming any other would crash it
     num_requests: int = 0
     outstanding_tokens: int = 0  # prompt tokens plus max_new_tokens of its requests
     num_answers: int = 0
     recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # whether it is slower than the others, which has been logged
+    is_slow: bool = False  # whether it is much slower than the others; logged when it becomes so
 
     @property
     def url(self) -> str:

@@ -1,4 +1,4 @@
-"""ServerSource: where an engine's servers come from: given addresses, a registry, or processes started here."""
+"""ServerSource: finds an engine's servers at given addresses or in a registry, or starts them here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServerSource:
     args: dict[str, Any]  # for servers started here; keys are the server's argument names
     placement: Literal["separate", "colocated"]
     timeouts: Timeouts
-    python: str | None = None  # the Python of the servers' environment
+    python: str | None = None  # the Python interpreter of the servers' environment
     trainer_devices: Sequence[torch.device] = ()  # set before `open`
     receivers: Receivers = field(default_factory=Receivers)
     registry: Registry | None = None  # set by `open`, like the following fields
@@ -104,7 +104,7 @@ class ServerSource:
         config: PretrainedConfig,
         *,
         start_args: dict[str, Any],
-        needs_receivers: bool,  # whether the transport, delta, sends weights to receivers
+        needs_receivers: bool,  # True for the delta transport, which sends weights to receivers
         check_reach: Callable[[Sequence[str]], None],
     ) -> None:
         """Starts the servers, or waits until the registry has some; adds all servers to the fleet."""

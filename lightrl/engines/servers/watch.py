@@ -84,7 +84,7 @@ class Watch:
                 answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or unable to serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or it cannot serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -142,7 +142,6 @@ class Watch:
             self.members.lose(current, problem, is_given_up=True)
 
     async def _follow_registry(self, registry: Registry) -> None:
-        """Lets servers join and leave according to the registry."""
         while True:
             await asyncio.sleep(READ_EVERY_S)
             reading = asyncio.ensure_future(in_thread(registry.read))  # never more than one thread at a time
@@ -153,7 +152,7 @@ class Watch:
             except (OSError, RuntimeError) as error:  # RuntimeError if no thread can start
                 log.warning("The registry %s cannot be read: %r. Trying again.", registry.folder, error)
                 continue
-            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # keeps servers that answer
+            silent = set(self.members.fleet.urls("lost", "retired")) - set(entries)  # servers that still answer stay
             leaving = {url for url, entry in entries.items() if entry.is_leaving}
             for url in (silent | leaving) - self._leaving:
                 self._leaving.add(url)

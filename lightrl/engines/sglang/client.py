@@ -144,7 +144,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # The default is the `load_format` of the start, so a server started with dummy weights would refuse real ones.
+        # By default, a server uses the `load_format` of its start; one started with dummy weights refuses real ones.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -258,7 +258,7 @@ def target_digests(answer: Mapping[str, Any]) -> RankDigests:
         infos = infos if isinstance(infos, list) else [infos]
         roles = tuple(f"{info['role']}." for info in infos if info.get("role", "target") != "target")
         target = {
-            name.replace(".base_layer.", "."): digest  # with `enable_lora`
+            name.replace(".base_layer.", "."): digest  # `enable_lora` adds base_layer
             for name, digest in entry["checksums"].items()
             if not name.startswith(roles)
         }

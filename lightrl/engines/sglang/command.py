@@ -73,7 +73,7 @@ class SGLangProcess(ModelProcess):
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")
         kernels = {} if self.is_cpu_build or "quantization_config" not in config else _fp8_kernels()
-        # Slightly above the model's context, because SGLang reserves up to 6 positions; the trainer uses all.
+        # Slightly above the model's context: SGLang reserves up to 6 positions, but rollouts may use the whole context.
         context = {} if max_context is None else {"context_length": max_context + _RESERVED_TOKENS}
         return {"random_seed": seed, **context, **({"tp_size": tp} if tp > 1 else {}), **kernels}
 

@@ -61,7 +61,7 @@ class SGLangEngine(ServerEngine):
         return args | {RETURNED[name][0]: True for name in columns} | self.delivery.start_args()
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:
-        """Returns what `auto` means in SGLang 0.5.23: the config's dtype, or for float32, float16 (Gemma: bfloat16)."""
+        """Returns SGLang 0.5.23's `auto`: the config's dtype or, if that is float32, float16 (for Gemma, bfloat16)."""
         dtype = super().dtype_of_auto(config)
         if dtype != torch.float32:
             return dtype

@@ -52,7 +52,7 @@ class ServedScores:
 
     url: str
     timeout_s: float = 1800.0  # deadline for one trajectory
-    topk: int = 0  # K; with 0, gets only the logprobs of the trajectories' tokens
+    topk: int = 0  # K; 0 gets only the logprobs of the trajectories' tokens
     vocab_size: int = 2**31  # the policy's
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
@@ -181,7 +181,7 @@ class ServedRewards:
 
 
 def _rows(experience: Experience) -> tuple[list[list[int]], BranchRows | None]:
-    """Returns each trajectory's token ids; if some are trees, each conversation's, and the mapping back."""
+    """Returns the token ids of each trajectory (of each conversation, if some are trees), and the mapping back."""
     from lightrl.functional import BranchRows
 
     token_ids, lengths, tree = experience.token_ids, experience.lengths, None

@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.client import GroupPlace, ServerClient, ServerInfo, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.engines.servers.request import check_answers
@@ -35,6 +36,7 @@ _BAD_REQUEST, _UNAUTHORIZED, _FORBIDDEN, _NOT_FOUND = 400, 401, 403, 404
 # Arguments that change which rank holds a parameter; see `layout_problem`.
 _OTHER_LAYOUTS = ("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size")
 _RESTART_HELP = "Restart it with them, or start a server with `lightrl serve --engine vllm`."
+_ROUTES_FLAG = "enable_return_routed_experts"
 _EMPTY_DIGEST = "e3b0c44298fc1c14"  # SHA-256 of an empty tensor; on a CPU vLLM stores the packed values elsewhere
 
 
@@ -47,7 +49,7 @@ class VLLMClient(ServerClient):
     column_help: ClassVar = dict.fromkeys(
         ("supports", "behavior_topk_ids"),
         f"With top_p, top_k or topk_logprobs, vLLM needs --max-logprobs {generation.MAX_LOGPROBS}.",
-    )
+    ) | {ROUTES.name: f"vLLM needs --{_ROUTES_FLAG.replace('_', '-')}; or set record_routes to false."}
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
     request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
@@ -58,7 +60,7 @@ class VLLMClient(ServerClient):
         answer = await self._ask(
             {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
         )
-        self._num_cached_of(answer)  # rejects a server that does not report this, at the run's first answer
+        self._num_cached_of(answer)  # at the run's first answer, rejects a server that does not report cached tokens
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
             return [0.0, *(float(by_token[str(token)]["logprob"]) for token, by_token in candidates)]
@@ -167,7 +169,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments with a request that is always refused; `?` keeps it out of the generations' queue."""
+        """Finds missing arguments by an always-refused request; the `?` keeps it from queueing behind generations."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:
@@ -199,6 +201,7 @@ def read_server_info(config: dict[str, Any]) -> ServerInfo:
     tp_size, pp_size = int(parallel["tensor_parallel_size"]), int(parallel["pipeline_parallel_size"])
     settings = {"quantization": model["quantization"], **{name: parallel.get(name) for name in _OTHER_LAYOUTS}}
     problems = [f"{name}={value}" for name, value in settings.items() if value not in (None, 1)]
+    returns_routes = model.get(_ROUTES_FLAG) or (config.get("aux_output_config") or {}).get(_ROUTES_FLAG)
     is_coarse = model["quantization"] or str(cache["cache_dtype"]).startswith("fp8")
     return ServerInfo(
         identity=str(config["instance_id"]),
@@ -211,11 +214,12 @@ def read_server_info(config: dict[str, Any]) -> ServerInfo:
         page_tokens=int(cache["block_size"]),
         computes_in="float8_e4m3fn" if is_coarse else dtype_name,
         world_size=tp_size * pp_size,
+        returned_columns=frozenset({ROUTES.name} if returns_routes else ()),
     )
 
 
 def rank_digests(checksums: dict[str, str]) -> RankDigests:
-    """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; a missing one is ""."""
+    """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; "" for empty tensors."""
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
         *_, rank, name = key.split(":")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightrl.checks.annotations import Unpack
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.client import GroupPlace
 from lightrl.engines.servers.engine import ServerEngine, ServerSettings
 from lightrl.engines.servers.sync.transports import BroadcastTransport
@@ -76,8 +77,10 @@ class VLLMEngine(ServerEngine):
 
     Args:
         vllm_python: Python of the environment that has vLLM; None searches for it as SGLangEngine does.
-        settings: settings of `ServerEngine`, except router, placement, adapters and record_routes. `transport` is disk,
-            delta or distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
+        settings: settings of `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
+            distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
+            `record_routes: true` starts servers with `enable_return_routed_experts`, which needs vLLM's Model Runner
+            V2; with null, only servers that you start with it return routes. Not tested on a real server yet.
     """
 
     client_type = VLLMClient
@@ -91,7 +94,6 @@ class VLLMEngine(ServerEngine):
             ("router", (None,)),
             ("placement", ("separate",)),
             ("adapters", ("merged",)),
-            ("record_routes", (None, False)),
         ):
             if (value := settings.get(name, choices[0])) not in choices:
                 allowed = " or ".join(map(str, choices))
@@ -108,4 +110,6 @@ class VLLMEngine(ServerEngine):
             )
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        return {"weight_transfer_config": {"backend": "nccl"}} if self.delivery.transport == "distributed" else {}
+        is_distributed = self.delivery.transport == "distributed"
+        args: dict[str, Any] = {"weight_transfer_config": {"backend": "nccl"}} if is_distributed else {}
+        return args | ({"enable_return_routed_experts": True} if self.record_routes and ROUTES.name in columns else {})

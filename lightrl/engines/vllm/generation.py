@@ -8,8 +8,13 @@ Source: vLLM 0.32.0, entrypoints/scale_out/token_in_token_out/protocol.py and se
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
 
+import numpy as np
+
+from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 from lightrl.trajectory import MAX_SUPPORT
 
@@ -59,6 +64,7 @@ def _parse(answer: Any) -> RawAnswer:
     full_sizes = (
         len(support) for support, tokens in zip(supports, top_tokens, strict=True) if len(support) == len(tokens)
     )
+    num_read = (answer.get("usage") or {}).get("prompt_tokens")
     return RawAnswer(
         choice["token_ids"],
         [entry["logprob"] for entry in entries],
@@ -66,11 +72,22 @@ def _parse(answer: Any) -> RawAnswer:
         choice["weight_versions"],
         str(choice["finish_reason"]),
         supports if are_complete and any(len(tokens) > 1 for tokens in top_tokens) else None,
+        {ROUTES.name: _expert_ids(choice.get("routed_experts"), num_read and num_read + len(entries) - 1)},
         full_support=min(full_sizes, default=None),
         top=[
             [(token["logprob"], token["token_id"]) for token in tokens if not token["logprob"] <= _IMPOSSIBLE]  # NaN
             for tokens in top_tokens
         ],
         rid=str(answer.get("request_id")).removeprefix(PREFIX),
-        num_read=(answer.get("usage") or {}).get("prompt_tokens"),
+        num_read=num_read,
     )
+
+
+def _expert_ids(text: str | None, num_tokens: int | None) -> str | None:
+    """Converts expert ids [tokens, layers, k], dense layers included, from base64 of `.npy` to base64 of int32."""
+    if text is None:
+        return None
+    ids = np.lib.format.read_array(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    if ids.dtype.kind not in "iu" or ids.ndim != 3 or num_tokens not in (None, len(ids)):
+        raise ValueError(f"expert ids of dtype {ids.dtype} and shape {list(ids.shape)} for {num_tokens} tokens")
+    return base64.b64encode(ids.astype(np.int32).tobytes()).decode()

@@ -84,7 +84,7 @@ _GROUPED = re.compile(
 )
 _FRACTION = re.compile(r"\\(?:[dtc]?|nice|s)frac" + 2 * r"\s*(?:([0-9])|\{([^{}A-Za-z]*)\})")
 _BASE_WORDS = {"two": 2, "three": 3, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "sixteen": 16}
-_PIECE = "[^{}]"  # a piece of a formula is a character, or braces around pieces
+_PIECE = "[^{}]"  # a piece of a formula: a character, or pieces in braces
 for _ in range(6):
     _PIECE = rf"(?:[^{{}}]|\{{{_PIECE}*\}})"
 
@@ -162,8 +162,7 @@ def math_answer(
     Args:
         trajectory: its prompt needs the field `answer`: a number, an expression, a letter or words, or a solution that
             ends with one of these after `####` or in `\boxed{}`.
-        format_reward: the reward of a wrong answer in the right format, so that a policy that is never right can still
-            learn something.
+        format_reward: reward of a wrong answer in the right format, from which a policy that is never right can learn.
         require_format: whether an answer that is not in the right format counts as wrong.
 
     Returns:
@@ -198,7 +197,7 @@ class Answer:
 
     text: str
     marker: str  # `####`, `\boxed` or `answer is`
-    is_final: bool  # whether it is the only one, and nothing comes after it
+    is_final: bool  # whether it is the only marked answer, and nothing comes after it
 
 
 def final_answer(text: str) -> Answer | None:
@@ -325,7 +324,7 @@ def number(text: str) -> frozenset[Fraction] | None:
 
 
 def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
-    """Returns the values of normalized text that is a literal number, and its unit."""
+    """Returns the values and the unit of a literal number, given as normalized text; None for other text."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     plain = _FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", _plain(text))

@@ -89,7 +89,7 @@ _NAME = re.compile(
 
 
 class UnreadableError(Exception):
-    """Raised if a token does not fit the grammar, or a number is too large."""
+    """A token does not fit the grammar, or a number is too large."""
 
 
 _ERRORS = (UnreadableError, ArithmeticError, ValueError, TypeError, AttributeError, NotImplementedError, RecursionError)
@@ -104,7 +104,7 @@ def equal_expressions(answer: str, reference: str) -> bool:
         return True
     if (_INDEX.search(answer) is None) == (_INDEX.search(reference) is None):
         return False
-    return equal_expressions(_INDEX.sub("", answer), _INDEX.sub("", reference))  # `x_1=1, x_2=2` for `1, 2`
+    return equal_expressions(_INDEX.sub("", answer), _INDEX.sub("", reference))  # only one has indices: `x_1=1` for `1`
 
 
 def _are_same_named(given: Tokens, expected: Tokens) -> bool:
@@ -116,7 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
-    """Whether the tokens are the same, or the values are and `given` does not leave more calculations undone."""
+    """Returns whether the tokens or values are the same; `given` must not leave more calculations undone."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)
@@ -209,7 +209,7 @@ def _variables(items: Tokens) -> set[str]:
 
 
 def _without_names(items: Tokens, *, are_names: bool) -> tuple[str, Tokens] | None:
-    """Returns the name and value of `x = 2`, `x = 2, 3` and `x = 2, x = 3`; for `x = 2, y = 3` the value (2, 3)."""
+    """Returns the name and value of `x = 2`, `x = 2, 3` and `x = 2, x = 3`; for `x = 2, y = 3`, "" and (2, 3)."""
     sides = [last_side(part, are_names=are_names) for part in split(items, *_SEPARATORS)]
     named = [side for side in sides if side is not None]
     names = [name for name, _ in named]
@@ -236,7 +236,7 @@ def _read(items: Tokens) -> tuple[Any, int] | None:
 
 
 class _Reader:
-    """Recursive-descent parser from tokens to SymPy objects; raises UnreadableError at the first misfit."""
+    """Recursive-descent parser from tokens to SymPy objects; raises UnreadableError at the first wrong token."""
 
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
@@ -291,7 +291,7 @@ class _Reader:
         symbols = set().union(*(side.free_symbols for side in sides))
         if len(symbols) == 1 and not {"=", r"\in"} & {*relations}:
             return _Named(symbols.pop(), sympy.Intersection(*map(_solution, relations, differences)))
-        if relations[0] in (">", r"\ge"):  # read from the right
+        if relations[0] in (">", r"\ge"):  # read the chain from right to left
             relations = [_MIRRORED[relation] for relation in reversed(relations)]
             differences = [-difference for difference in reversed(differences)]
         return _Relation(tuple(relations), tuple(differences))
@@ -324,16 +324,17 @@ class _Reader:
             if operation is not None:
                 term = {"+": 1, "-": -1, r"\pm": self._sign, r"\mp": -self._sign}[operation] * _number(term)
             if value is not None:
-                self._count(value, term)
+                self._count_calculation(value, term)
                 term = _number(value) + term
             value = term
         self._depth -= 1
         return value
 
-    def _count(self, left: Any, right: Any) -> None:
+    def _count_calculation(self, left: Any, right: Any) -> None:
         self.num_calculations += bool(_number(left).is_Rational and _number(right).is_Rational)
 
     def _product(self) -> Any:
+        """Reads factors joined by ·, × or /; refuses `a/b/c`, and `a/bc` unless a and b are numbers."""
         value = self._factors()
         has_quotient = False
         while operation := self._take("*", r"\cdot", r"\times", "/"):
@@ -349,8 +350,8 @@ class _Reader:
                 has_quotient, right = True, 1 / right
                 if self._is_factor():  # `1/2 x`
                     right *= self._factors()
-            elif not is_power_of_10:
-                self._count(value, right)
+            elif not is_power_of_10:  # `3 × 10^5` is a number, not a calculation left undone
+                self._count_calculation(value, right)
             value = sign * value * right
         return value
 
@@ -374,7 +375,7 @@ class _Reader:
                     raise UnreadableError("no mixed number")
                 value += factor
                 continue
-            self._count(value, factor)
+            self._count_calculation(value, factor)
             capitals += [factor] if _is_capital(factor) else []
             value = _number(value) * _number(factor)
         if len(capitals) > 1:
@@ -393,7 +394,7 @@ class _Reader:
                 if self._tokens[self._at] == "!":
                     raise UnreadableError("`!!`")
                 _refuse_above(_MAX_FACTORIAL, value)
-                self._count(value, value)
+                self._count_calculation(value, value)
                 value = sympy.factorial(value)
             else:
                 value *= self._degree if token == r"\degree" else sympy.Rational(1, 100)
@@ -410,7 +411,7 @@ class _Reader:
         name = token.removeprefix("\\")
         if re.fullmatch(r"[0-9]*\.?[0-9]+", token):
             return sympy.Rational(token)
-        if token in ("(", "[", "]", "{", r"\{"):
+        if token in ("(", "[", "]", "{", r"\{"):  # `]0, 1[` is an open interval
             return self._group(token)
         if token in ("|", r"\lfloor", r"\lceil"):
             self._bars, bars = token == "|", self._bars
@@ -486,10 +487,11 @@ class _Reader:
     def _function(self, name: str) -> Any:
         """Reads a function's base, power and argument, as in `\\log_2 8` and `\\sin^2 x`."""
         base = _number(self._atom()) if name == "log" and self._take("_") else None
-        power = self._raised(sympy.E) if self._take("^") else None
+        power = self._raised(sympy.E) if self._take("^") else None  # E**exponent; the last line takes its log
         if power == 1 / sympy.E and f"arc{name}" in _FUNCTIONS:
-            name, power = f"arc{name}", None
-        self._degree, degree = sympy.pi / 180 if name in _ANGLES else self._degree, self._degree
+            name, power = f"arc{name}", None  # `\sin^{-1}`
+        degree = self._degree  # restored after the argument
+        self._degree = sympy.pi / 180 if name in _ANGLES else degree
         argument = _number(self._atom() if self._tokens[self._at] == "(" else self._factors(of_function=True))
         self._degree = degree
         if name in ("exp", "sinh", "cosh", "tanh"):

@@ -14,12 +14,11 @@ force in each run; missing layers are also logged when they change.
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
 A program is refused if no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
-(private_user, landlock) or the network (namespaces, seccomp); macOS has none of these layers. Without `namespaces`,
-files are bounded individually but not in total, and a program may survive if the guard is killed with SIGKILL at the
-same moment. Without `cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole
-bound; shared memory without a file is refused; the sum omits buffers of pipes and socketpairs (13 MiB per process with
-64 open files) and the kernel's other records of a program. No layer stops an attack on the kernel: for that, write a
-Sandbox that runs programs in a virtual machine.
+(private_user, landlock) or the network (namespaces, seccomp); macOS has none of these. Without `namespaces`, files are
+bounded individually but not in total, and a program may survive if the guard gets SIGKILL at the same moment. Without
+`cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole bound; shared memory
+without a file is refused; the sum omits other kernel memory, such as pipe and socketpair buffers (13 MiB per process
+with 64 open files). No layer stops attacks on the kernel; a Sandbox that uses a virtual machine can.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from lightrl.rewards.sandbox.guard.memory import parent_of_groups
 LAYERS = ("namespaces", "private_user", "landlock", "seccomp", "cgroup")
 
 _logger = logging.getLogger(__name__)
-# The guard is a separate package that imports neither lightrl nor its dependencies, so that it starts fast.
+# The guard is a separate package that imports neither lightrl nor its dependencies, to start fast.
 _START = "import sys; sys.path.append(sys.argv[1]); from guard.guard import main; main()"
 _PREFIX = "lightrl-sandbox-"  # begins the names of folders and cgroups
 GUARD_COMMAND = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parent)]  # callers append a folder prefix
@@ -73,7 +72,7 @@ class Limits:
     max_processes: int = 16  # including threads
     max_open_files: int = 64
     max_files: int = 1000
-    file_mib: int = 16  # per file; with namespaces, all files together
+    file_mib: int = 16  # per file, or for all files together if there are namespaces
     output_kib: int = 256  # standard output and error together
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class Run:
 
 
 class Sandbox(Protocol):
-    """Runs programs; it has one method, so that a virtual machine or a service can replace LocalSandbox."""
+    """Runs programs. It has a single method, so a virtual machine or a service can replace LocalSandbox."""
 
     def run(self, program: str, stdin: str, limits: Limits) -> Run:
         """Runs a Python program with this text as standard input; returns when all its processes and files are gone."""
@@ -107,7 +106,7 @@ class LocalSandbox:
 
     Args:
         python: the interpreter of the programs.
-        readable: more files and folders that programs may read, for example those of a data set.
+        readable: additional files and folders that programs may read, for example those of a data set.
         environment: environment variables for the programs, which inherit none from this process.
         layers: the protections to use if the system supports them.
         unprotected: run programs even if no layer protects other processes, files or the network; they then have all
@@ -125,7 +124,7 @@ class LocalSandbox:
     ) -> None:
         unknown = sorted(set(layers) - set(LAYERS))
         if unknown:
-            raise ValueError(f"layers={unknown} do not exist. Choose from {list(LAYERS)}.")
+            raise ValueError(f"Unknown layers {unknown}. Choose from {list(LAYERS)}.")
         prefixes = {sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(python).resolve().parent)}
         self._python = python
         self._request = {
@@ -244,7 +243,7 @@ def guard_prefix() -> str:
 
 
 def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collection[str] = ()) -> str:
-    """Returns advice on how this user can get all layers, or the missing ones, on this system."""
+    """Returns advice on how to enable all layers, or the missing ones, on this system."""
     if set(missing) == {"cgroup"}:
         return "Start the run in a memory cgroup that it may write to: systemd-run --user --scope makes one."
     if sys.platform != "linux":
@@ -266,7 +265,7 @@ def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collect
 
 
 def _line(descriptor: int, deadline: float) -> bytes | None:
-    """Returns the next line, or None at the end of the file or after the deadline."""
+    """Returns the next line; None at the end of the file or after the deadline."""
     line = bytearray()
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))

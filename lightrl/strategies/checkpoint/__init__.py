@@ -1,4 +1,4 @@
-"""Checkpoints, which are written completely or not at all, and read as data, so that no code runs.
+"""Checkpoints are written completely or not at all, and read as data, so that no code runs.
 
 Reading order:
     one_file.py      saves and loads checkpoints of a single process

@@ -72,8 +72,8 @@ class BackgroundWrites:
     """Runs writes one after another in daemon threads, so that a hanging disk blocks neither Ctrl-C nor the exit.
 
     A write may take any time while the disk makes progress. Without progress for `stall_s` (`stall_at_end_s` while an
-    error or Ctrl-C is ending the run), the write fails and ends the run. At most two writes are pending, so that at
-    most two copies of the state are in memory.
+    error or Ctrl-C is ending the run), the write fails and ends the run. At most two writes, each with a copy of the
+    state, are pending.
     """
 
     def __init__(self, *, stall_s: float = 600.0, stall_at_end_s: float = 60.0) -> None:
@@ -96,7 +96,7 @@ class BackgroundWrites:
         self.wait()
 
     def remove(self, path: str | Path) -> None:
-        """Removes a checkpoint after the pending writes, because until then it may be the last complete one."""
+        """Removes a checkpoint after the pending writes, since until then it may be the last complete one."""
 
         def remove(progress: Progress) -> None:
             if not self._has_failed:

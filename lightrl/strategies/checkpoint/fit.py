@@ -52,8 +52,7 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
 
     Args:
         saved: entry names, like `state.policy.lm_head.weight.exp_avg` and `param_groups.policy.lm_head.weight.lr`.
-        needed: the entry names that this run has.
-        optimizer: this run's optimizer.
+        needed: entry names of this run's `optimizer`.
 
     Raises:
         ValueError: if an entry is missing; names the parameters, or the missing part of the optimizer's state.
@@ -74,7 +73,6 @@ def check_named_optimizer(
 
     Args:
         state: entry name (see `check_optimizer_names`) → value.
-        optimizer: this run's optimizer.
         names: the names of the optimizer's parameters.
 
     Raises:
@@ -99,7 +97,6 @@ def parameter_of(name: str) -> str:
 
 
 def refusal(difference: str, where: Where) -> str:
-    """Returns the error message for a checkpoint that does not fit."""
     config = None if where is None else Path(where).parent.parent / "config.yaml"
     run = f" ({config})" if config is not None and config.is_file() else ""
     return (

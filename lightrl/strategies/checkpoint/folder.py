@@ -67,11 +67,10 @@ def folder_writer(
         place: the folder's path, the same on all ranks.
         writer_mark: rank 0's mark (owner.py) and a unique suffix, which identify this save in every file.
         group: all ranks; used only by the writing thread.
-        is_main: whether this is rank 0.
         copies: whether to copy the tensors now, because training continues during the write.
 
     Raises:
-        OSError: when the function is called, if the folder cannot be written.
+        OSError: from the returned function, if the folder cannot be written.
     """
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
@@ -95,8 +94,7 @@ def folder_writer(
                         file.flush()
                         os.fsync(file.fileno())
             dist.barrier(group=group)  # otherwise a faster rank would create the folder first
-            writer = _Writer(part, save_id, progress)
-            dcp.state_dict_saver.save(state, storage_writer=writer, process_group=group)
+            dcp.state_dict_saver.save(state, storage_writer=_Writer(part, save_id, progress), process_group=group)
             if is_main:  # all ranks have written, since a save ends with a reduction
                 with progress.at_disk():
                     write_sums(part, [".metadata"])  # the other files contain checksums
@@ -113,8 +111,6 @@ def folder_writer(
 
 
 class _Writer(FileSystemWriter):
-    """torch's writer, changed to write the save's id into its files."""
-
     def __init__(self, folder: Path, save_id: str, progress: Progress) -> None:
         super().__init__(folder)
         self.fs = _TrackedFiles(save_id, progress)
@@ -160,8 +156,7 @@ def load_folder(path: Path, model: torch.nn.Module, optimizers: Sequence[Optimiz
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     # Frozen roles are not saved, and other ranks may have models that this rank lacks.
     needed = {name: value.shape for name, value in state.items() if name in trained | loaded.keys()}
-    sizes = {name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in loaded}
-    check_weights(sizes, needed, path)
+    check_weights({name: getattr(saved[f"state_dict.{name}"], "size", needed[name]) for name in loaded}, needed, path)
     load_parts({"state_dict": loaded} if loaded else {}, path)  # collective, even for a rank without weights
     model.load_state_dict(loaded, strict=False)
     for index, optimizer in enumerate(optimizers):

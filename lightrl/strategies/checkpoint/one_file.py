@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes and syncs a file next to the target, then renames it: even after `kill -9`, it is the old or the new file.
+    """Writes and syncs a file next to the target, then renames it: even `kill -9` leaves the old or the new file.
 
     Lightning's writer uses the system's temporary folder; a move to another file system is a copy, not atomic.
 
@@ -54,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., object] | None = lambda storage, location: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads as Lightning does, but with `weights_only=True` even for URLs: loading a checkpoint runs no code.
+        """Loads as Lightning does, but with `weights_only=True` even for URLs, so that loading runs no code.
 
         A folder saved by several processes is read whole, with optimizer states keyed by parameter name.
         """
@@ -123,7 +123,7 @@ def _discard(part: Path) -> None:
 
 @contextlib.contextmanager
 def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> Iterator[None]:
-    """Inside the context, replaces an error from loading weights with one that names what does not fit."""
+    """Inside the context, replaces an error from loading weights with one that names the differences."""
     try:
         yield
     except RuntimeError as error:
@@ -141,7 +141,7 @@ def explained_mismatch(module: LightningModule, checkpoint: dict[str, Any]) -> I
 def load_optimizers(
     strategy: Strategy, by_position: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 ) -> None:
-    """Loads optimizer states in one process: by position, with Lightning's `by_position`, or by parameter name."""
+    """Loads optimizer states in one process: by position, using Lightning's `by_position`, or by name."""
     module = strategy.lightning_module
     where = None if module is None else module.trainer.ckpt_path
     states, optimizers = checkpoint["optimizer_states"], strategy.optimizers

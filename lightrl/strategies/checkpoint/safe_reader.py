@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: no code runs, whatever a file contains, and damaged bytes are refused.
 
 torch's reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and accepts files of different saves; lightrl's files name their save.
+writes a CRC-32 of every record but checks none, and mixes files of different saves; lightrl's files name their save.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class SafeReader(FileSystemReader):
     """torch's reader for checkpoint folders; also checks every byte and restricts the classes in `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the folder's metadata; raises ValueError if `.metadata` is not in torch's format."""
+        """Reads `.metadata`; raises ValueError if it is not in torch's format."""
         file = Path(self.path) / _METADATA_FILE
         try:
             with file.open("rb") as stream, _unchanged_classes():
@@ -170,10 +170,9 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """torch's planner, changed to load single values as plain data."""
+    """torch's planner, changed to load single values as plain data; torch's unpickles them without limits."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # torch's method unpickles without limits.
         name = read_item.dest_index.fqn
         set_element(self.original_state_dict, self.mappings[name], torch.load(value, weights_only=True))
 

@@ -40,7 +40,6 @@ def branch_rows(experience: Experience) -> tuple[Experience, Callable[[Outputs],
 
 
 def _codes_of_rows(experience: Experience, field: str, column: Column) -> dict[str, Tensor]:
-    """Returns a coded column's fields for the rows."""
     trees, lengths = on_host(experience["gaps"]).numpy(), on_host(experience.lengths).tolist()
     rows = []
     for gaps, length, codes in zip(trees, lengths, experience.row_codes(field), strict=True):

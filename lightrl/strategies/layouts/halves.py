@@ -64,10 +64,7 @@ def forward_backward_halves(
 ) -> None:
     """Runs `ParallelModel.forward_backward` for one microbatch, whose loss is the sum of the halves' losses.
 
-    Args:
-        halves: from `cut_in_halves`.
-        outputs_of: the forward pass; called in two threads concurrently.
-        parameters: the parameters that get gradients.
+    `outputs_of`, the forward pass, is called in two threads concurrently; `parameters` get the gradients.
     """
     outputs = _on_half_the_cores(outputs_of, halves)
     losses = [loss_fn(half, output) for half, output in zip(halves, outputs, strict=True)]
@@ -97,7 +94,6 @@ class _Sum(torch.autograd.Function):
 
 
 def _on_half_the_cores(function: Callable[[_Half], _T], halves: Sequence[_Half]) -> list[_T]:
-    """Runs the function on both halves concurrently, each on half of the cores; returns the results."""
     num_threads = torch.get_num_threads()
 
     def run(half: _Half) -> _T:

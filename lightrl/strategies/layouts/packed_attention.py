@@ -65,7 +65,6 @@ class PackedRows:
 
     Args:
         lengths: number of tokens of each trajectory, in the row's order; empty trajectories are ignored.
-        device: device of the row.
         kernels: dtype → kernel; other dtypes use the first kernel that works.
         parents: for each trajectory, the index of an earlier trajectory that it follows, or -1; None: all -1.
         group: the ranks over which the row is divided.
@@ -106,8 +105,8 @@ class PackedRows:
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Tensor]:
         """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
-        A rectangle is a tuple of indices: tokens [n, longest] and keys [n, most], each row padded with its last index,
-        and the number of keys before the first token's key, [n], or None if there are none; all int64.
+        A rectangle is (token indices [n, longest], key indices [n, most], number of keys before each first token's key
+        [n], or None if there are none before any); all int64. Rows are padded with their last index.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
@@ -170,7 +169,7 @@ def _visible_keys(queries: Tensor, starts: Tensor, key_starts: Tensor, window: i
 
 
 def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple[Tensor, Tensor]]:
-    """Finds the key blocks that each query block needs: (counts [1, 1, Q], indices [1, 1, Q, K]), partial, then full.
+    """Finds each query block's partial and full key blocks, each as (counts [1, 1, Q], indices [1, 1, Q, K]).
 
     A block is full, and needs no mask, if each of its queries sees each of its keys.
 
@@ -214,8 +213,7 @@ def make_packable(model: PreTrainedModel) -> bool:
 def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) -> dict[str, Any]:
     """Returns the arguments of the model's forward, besides `position_ids`, that depend on the trajectories' starts.
 
-    Args:
-        with_states: whether layers keep states (models/hybrids.py), so convolutions and recurrences need the starts.
+    With `with_states` (models/hybrids.py), layers have convolutions and recurrences that need the starts.
     """
     of_states = {"cu_seq_lens_q": rows.starts, "seq_idx": rows.documents[None]} if with_states else {}
     if is_flash(model):
@@ -228,8 +226,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) ->
         value_size = getattr(config, "v_head_dim", None) or size
         # FSDP2 computes layers in bfloat16, even outside the Trainer's autocast.
         dtypes = {_compute_dtype(device.type, model.dtype), torch.bfloat16}
-        shares = rows.keys is not None
-        rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, shares) for dtype in dtypes}
+        rows.kernels = {dtype: kernel_for(device, dtype, size, value_size, rows.keys is not None) for dtype in dtypes}
     return {"packed_rows": rows, "attention_mask": no_mask(rows.device), **of_states}
 
 
@@ -243,7 +240,6 @@ def no_mask(device: torch.device) -> Tensor:
 
 
 def is_flash(model: PreTrainedModel) -> bool:
-    """Whether the model uses flash attention from transformers."""
     name: str = model.config._attn_implementation
     return name.startswith("flash_attention")
 
@@ -303,7 +299,7 @@ def exchange(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class Total(torch.autograd.Function):
-    """Sums over cp ranks, which then compute the same loss. Multiplies gradients by cp: they are averaged later."""
+    """Sums over cp ranks, which then compute the same loss; multiplies gradients by cp, as they are averaged later."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -342,7 +338,7 @@ def kernel_for(
 
 
 def _is_tried_on(device: torch.device) -> bool:
-    """Whether to try flash and flex: both are for GPUs (flex attention has no backward on a CPU in torch 2.13)."""
+    """Whether to try flash and flex: both need a GPU (flex attention has no backward on a CPU in torch 2.13)."""
     return device.type != "cpu"
 
 
@@ -362,8 +358,7 @@ def _failure(
     num_keys = sum(rows.lengths) if rows.keys is None else len(rows.keys)
 
     def random(heads: int, num_tokens: int, size: int) -> Tensor:
-        shape = (1, heads, num_tokens, size)
-        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        return torch.randn((1, heads, num_tokens, size), generator=generator).to(device, dtype).requires_grad_()
 
     sizes = (sum(rows.lengths), head_size), (num_keys, head_size), (num_keys, value_size)
     tensors = tuple(random(heads, *size) for heads, size in zip((2, 1, 1), sizes, strict=True))

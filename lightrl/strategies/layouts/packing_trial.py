@@ -1,4 +1,4 @@
-"""Runs a model on the meta device to find out, before any process starts, that its rows cannot be packed."""
+"""Detects models whose rows cannot be packed, by running them on the meta device before any process starts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
     """Whether a run on the meta device already shows that `can_pack` or `head_is_plain` of probes.py is False.
 
-    Args:
-        config: a model's config that no model uses yet.
-        has_logits: whether the model needs a plain head.
+    The run may change `config`, so no other model may use it. With `has_logits`, the model needs a plain head.
     """
     from transformers import AttentionInterface
 
     heads_outputs: list[Tensor] = []
-    got_starts: list[bool] = []
+    got_starts: list[bool] = []  # for each layer, whether the model passes `packed_rows` on to attention
 
     def attend(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **named: object) -> Any:
         got_starts.append("packed_rows" in named)
         return value.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
     def replace_output(head: torch.nn.Module, inputs: object, output: Tensor) -> Tensor:
+        # On the CPU, because tensors on the meta device have no values to compare.
         heads_outputs.append(torch.linspace(-100, 100, output.numel(), device="cpu").view(output.shape))
         return heads_outputs[-1]
 
@@ -46,5 +45,6 @@ def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
             logits = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False, **inputs).logits
         except (NotImplementedError, RuntimeError, TypeError, ValueError):  # for example if a MoE block counts tokens
             return False
+    # Logits on the meta device are not computed from `replace_output`, so nothing is known about the head.
     is_plain = logits.is_meta or torch.equal(logits, heads_outputs[-1])
     return not all(got_starts) or (has_logits and not is_plain)

@@ -6,9 +6,9 @@ contains some of the rows, and goes through the model twice:
     1. without gradient:  outputs of all pieces ─► the loss ─► its derivative g with respect to each output
     2. with gradient:     a piece's outputs ─► Σ g · output, whose gradient is the piece's part of the loss's gradient
 
-By the chain rule, the parts sum to the whole gradient, for every loss. A parameter that the loss reads itself counts as
-an output of the first piece. This costs one more forward; a microbatch that
-fits goes through the model once. The sum over P pieces adds rounding errors of at most P · ε · Σ |gradient of a piece|.
+By the chain rule, the parts sum to the whole gradient, for every loss. A parameter that the loss reads directly counts
+as an output of the first piece. Pieces cost one more forward; a microbatch that fits goes through the model once. The
+sum over P pieces adds rounding errors of at most P · ε · Σ |gradient of a piece|.
 
 Shapes: B trajectories, T tokens; R rows of a microbatch, W tokens in its longest row.
 """
@@ -48,8 +48,7 @@ class _Cut:
     def of(cls, whole: Experience, max_tokens: int, *, shares_prefixes: bool) -> _Cut:
         """Cuts a microbatch into pieces of at most `max_tokens` tokens, or one longer row.
 
-        Args:
-            shares_prefixes: keep rows with a shared prefix together, and count the prefix as a packed row holds it.
+        With `shares_prefixes`, rows that share a prefix stay together, and the limit applies to a piece's packed row.
         """
         rows, join = branch_rows(whole)
         if shares_prefixes:
@@ -101,10 +100,9 @@ class _Cut:
 def forward(
     model: ParallelModel, microbatches: Microbatches, *, max_tokens: int, ranks: Ranks, topk: int = 0
 ) -> Iterator[Outputs]:
-    """Runs `ParallelModel.forward`; cuts trajectories of more than `max_tokens` tokens that have several rows.
+    """Runs `ParallelModel.forward`, but cuts trajectories with several rows and more than `max_tokens` tokens.
 
-    Args:
-        ranks: the ranks that share the model, which must all call this.
+    All `ranks` that share the model must call this.
     """
     cuts = _cuts(model, microbatches, max_tokens, "trajectory")
     if cuts is None:
@@ -130,12 +128,9 @@ def forward_backward(
     ranks: Ranks,
     own: Sequence[Tensor] = (),
 ) -> None:
-    """Runs `ParallelModel.forward_backward`; cuts loss units of more than `max_tokens` tokens that have several rows.
+    """Runs `ParallelModel.forward_backward`, but cuts loss units with several rows and more than `max_tokens` tokens.
 
-    Args:
-        unit: the rows that the loss reads together.
-        ranks: the ranks that share the model, which must all call this.
-        own: trained parameters outside the model that the loss may read.
+    All `ranks` that share the model must call this. The loss may read `own`, trained parameters outside the model.
     """
     cuts = _cuts(model, microbatches, max_tokens, unit)
     if cuts is None:
@@ -178,6 +173,6 @@ def _cuts(model: ParallelModel, microbatches: Microbatches, max_tokens: int, uni
 
 
 def _padded(parts: Sequence[Experience], ranks: Ranks, microbatches: Microbatches) -> list[Experience]:
-    """Adds blank microbatches up to the largest number on any rank, because all ranks of a model run together."""
+    """Adds blank microbatches, so that all ranks of the model, which run together, have the same number."""
     num_lacking = ranks.max_each([len(parts)])[0] - len(parts)
     return [*parts, *[microbatches.experience.blank_row(microbatches.device) for _ in range(num_lacking)]]

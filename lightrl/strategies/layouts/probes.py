@@ -85,8 +85,7 @@ def _attends_to_all(config: PretrainedConfig) -> bool:
 def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
     """Whether a packed row's trajectories do not affect each other; installs an attention that separates them.
 
-    Args:
-        shares_prefixes: test with a tree, whose shared tokens the row contains only once.
+    With `shares_prefixes`, tests a tree whose shared tokens the row contains only once.
     """
     if getattr(model.config.get_text_config(), "index_topk", None):
         return False  # sparse attention, which has no effect on the probe's few tokens
@@ -96,7 +95,7 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
     with_states = keeps_states(model.config)
     if shares_prefixes and (with_states or is_flash(model)):  # transformers' flash attention cannot repeat keys
         return False
-    # Longer than convolution kernels; the second crosses a boundary between a scan's chunks, the third starts after it.
+    # All exceed convolution kernels; the second crosses a boundary between a scan's chunks, the third starts after it.
     lengths = [6, 262, 6] if with_states else [3, 1, 2, 2]
     parents = [-1, 0, 0, 2] if shares_prefixes else [-1] * len(lengths)
     token_ids, trajectories = _some_tokens(model, sum(lengths)), list[Tensor]()
@@ -119,11 +118,11 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
 
 @once_per_config
 def may_be_cut(config: PretrainedConfig) -> bool:
-    """Whether only attention mixes tokens, as seen in a model on the meta device; `can_pack` tests the real model."""
+    """Whether only attention mixes tokens, judging by a model on the meta device; `can_pack` tests the real model."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
-        return False  # it keeps other states: a convolution's, or the index of sparse attention
+        return False  # the model keeps other states: a convolution's, or the index of sparse attention
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = new_model(config)
     return not rope_depends_on_length(model) and make_packable(model)
@@ -159,7 +158,6 @@ def compiles(model: torch.nn.Module, device: torch.device, compile_layers: bool 
 
 
 def may_be_compiled(model: torch.nn.Module) -> bool:
-    """Whether the decoder layers have neither experts nor states."""
     config = getattr(model, "config", None)
     return not moe_blocks(model) and (config is None or not keeps_states(config))
 

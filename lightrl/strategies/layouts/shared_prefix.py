@@ -33,12 +33,12 @@ from lightrl.functional import on_host, rectangles, to_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Cost of one more forward, in tokens. Padding with fewer tokens is cheaper than calling every layer again.
+# Cost of one more forward pass, in tokens. Padding with fewer tokens is cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
 MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
-MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated: each segment is one more attention
+MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated, since each segment is one more attention call
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
-# here for a policy with 0.8 M parameters. Larger models have a larger number, so they prefer plans without masks.
+# here for a policy with 0.8 M parameters. Larger models have a larger number, so this overestimates their masks' cost.
 _KEYS_OF_A_TOKEN = 768
 _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much time and memory as one more token
 
@@ -46,7 +46,7 @@ _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much t
 class Segment(NamedTuple):
     """Consecutive tokens of a row, which all rows below the segment share."""
 
-    row: int  # one of these rows
+    row: int  # one of the rows that share it
     start: int  # position of the first token
     end: int  # position after the last token
     parent: int  # index of the segment that ends before `start`, or -1
@@ -68,11 +68,7 @@ class PrefixTree(NamedTuple):
         return all(segment.parent == index - 1 for index, segment in enumerate(self.segments))
 
     def fill(self, flat_indices: Tensor, first: int = 0) -> None:
-        """Sets each position's index in the concatenated segments, whose first token has the index `first`.
-
-        Args:
-            flat_indices: int64 [B, T], changed in place.
-        """
+        """Sets, in `flat_indices` int64 [B, T], each position's index in the concatenated segments, plus `first`."""
         firsts = np.cumsum([first, *(segment.end - segment.start for segment in self.segments)])
         for row, index in self.last_segments.items():
             while index >= 0:
@@ -93,7 +89,7 @@ class Prefixes(NamedTuple):
         """Compares the rows of each group, without their last tokens, which predict nothing.
 
         Rows with images share only what precedes their first loss token, and only if their images are equal. A row with
-        image tokens after its first loss token shares nothing.
+        image tokens after its first loss token shares no prefix.
         """
         token_ids = on_host(experience.token_ids)
         ends = (on_host(experience.lengths) - 1).clamp(min=1)
@@ -102,12 +98,13 @@ class Prefixes(NamedTuple):
         if experience.image_rows is not None:
             loss_mask, images = on_host(experience.loss_mask), on_host(experience.image_rows).numpy()
             limits = torch.where(loss_mask.any(1), loss_mask.int().argmax(1), ends).clamp(min=1)
-            is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= limits[:, None])  # but not part of the prompt
+            is_read = ~loss_mask & (torch.arange(token_ids.shape[1]) >= limits[:, None])  # read after the prompt
             is_alone = (is_read & (token_ids == getattr(config, "image_token_id", None))).any(1)
             limits = torch.where(is_alone, 0, limits)
         groups, sizes, most = (on_host(values).tolist() for values in (experience.group_ids, ends, limits))
         ids = token_ids.numpy()
-        numbers: dict[tuple[int, bytes], int] = {}  # by first row, since a replayed group may have a different id
+        # Rows of one kind may share a prefix. Kinds are numbered in row order, as a replayed group's id may differ.
+        numbers: dict[tuple[int, bytes], int] = {}
         kinds = [
             numbers.setdefault((group, image.tobytes()), len(numbers))
             for group, image in zip(groups, images, strict=True)
@@ -121,7 +118,7 @@ class Prefixes(NamedTuple):
         return cls(order, shared, [sizes[row] for row in order])
 
     def chunks(self, max_tokens: int) -> list[Prefixes]:
-        """Cuts the order into trees of at most `max_tokens` tokens, each counted once, or of one longer row."""
+        """Cuts the order into parts whose trees have at most `max_tokens` tokens, or that are one longer row."""
         starts, num_tokens = [0], 0
         for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
             num_tokens += end - shared
@@ -131,7 +128,7 @@ class Prefixes(NamedTuple):
         return [self._part(*bounds) for bounds in pairwise([*starts, len(self.order)])]
 
     def packed_chunks(self, max_tokens: int) -> Iterator[Prefixes]:
-        """Cuts the order into parts whose packed rows need the memory of `max_tokens` tokens, or of one longer row."""
+        """Cuts the order into parts whose packed rows need at most the memory of `max_tokens`, or of one longer row."""
         rest = self
         while num := len(rest.order):
             num = 1 + bisect.bisect_right(range(2, num + 1), float(max_tokens), key=rest._held_tokens)
@@ -139,7 +136,7 @@ class Prefixes(NamedTuple):
             rest = rest._part(num, None)
 
     def _held_tokens(self, num_rows: int) -> float:
-        """The memory of the first rows in tokens; attention keeps a copy of the keys before each segment."""
+        """Returns the memory of the first rows, in tokens; attention keeps a copy of the keys before each segment."""
         tree = self._part(0, num_rows).tree(MIN_SEGMENT_TOKENS)
         num_copied = sum(segment.start for segment in tree.segments if segment.parent >= 0)
         return tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
@@ -163,19 +160,20 @@ class Prefixes(NamedTuple):
             if is_leaf:
                 last_segments[self.order[first]] = parent
                 continue
+            # Branches begin where neighbors share no more than `common`. The first branch is popped first.
             cuts = [first, *(index for index in range(first + 1, last) if self.shared[index] == common), last]
             parts += [(begin, end, start, parent) for begin, end in pairwise(cuts)][::-1]
         return PrefixTree(segments, last_segments)
 
 
 def each_alone(experience: Experience) -> PrefixTree:
-    """Returns the tree of rows that share nothing."""
+    """Returns a prefix tree in which no rows share a prefix."""
     ends = (on_host(experience.lengths) - 1).clamp(min=1).tolist()  # the last token predicts nothing
     segments = [Segment(row, 0, end, -1) for row, end in enumerate(ends)]
     return PrefixTree(segments, {row: row for row in range(len(ends))})
 
 
-Plan = list[list[PrefixTree]]  # the rows of each forward; none if each row is separate
+Plan = list[list[PrefixTree]]  # for each forward pass, a tree per row; empty if the microbatch's rows stay separate
 
 
 def shared_rows(prefixes: Prefixes) -> Plan:
@@ -186,7 +184,7 @@ def shared_rows(prefixes: Prefixes) -> Plan:
 
 
 def cost_of_rectangles(sizes: Sequence[int]) -> float:
-    """Returns the cost, in tokens, of rows of these sizes that share nothing, including padding."""
+    """Returns the cost, in tokens, of rows of these sizes without shared prefixes, including padding."""
     parts = rectangles(sizes, CALL_OVERHEAD_TOKENS)
     return sum(CALL_OVERHEAD_TOKENS + len(part) * max(sizes[row] for row in part) for part in parts)
 
@@ -236,13 +234,13 @@ def shared_hidden(
     plan: Plan,
     layer_input: Callable[[Tensor, Tensor], dict[str, Tensor]],
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields, for each forward of `shared_rows`, rows [N], columns [N] and hidden states [N, H] that predict tokens.
+    """Runs the forward passes; yields each one's predicting positions (rows [N], columns [N]) and hidden states [N, H].
 
     Args:
         token_ids: int64 [B, T].
         predicting: rows and columns of the predicting positions, on the host.
-        layer_input: makes the model's arguments from rows of the microbatch [R] and tokens [R, T] that begin with their
-            prompts, which may contain images.
+        layer_input: makes the model's arguments from rows of the microbatch [R] and tokens [R, T] that begin with these
+            rows' prompts, which may contain images.
     """
     device = token_ids.device
     for trees in plan:
@@ -259,11 +257,11 @@ def shared_hidden(
 
 
 class _Tokens(NamedTuple):
-    """The layout of the rows of a forward pass, a tree in each; int64, on the host."""
+    """The rows of a forward pass, each of which contains a tree; int64, on the host."""
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the microbatch's rows
-    visible_until: Tensor  # [R, T], tokens from this one up to this column (exclusive) see this one
+    visible_until: Tensor  # [R, T], end (exclusive) of the columns that see the token, which begin with its own
     flat_indices: Tensor  # [B, T of the microbatch], each token's index in the concatenated rows, or -1
 
     @classmethod

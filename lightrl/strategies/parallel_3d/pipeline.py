@@ -1,4 +1,4 @@
-"""Pipeline schedules: plans which stage and microbatch each rank computes when, and executes the plan.
+"""Pipeline schedules: plans the order in which each rank runs its stages and microbatches, and executes the plan.
 
 A stage is a slice of the model; stage s is on pipeline rank s mod p. A plan is a list of slots. In each slot every rank
 runs at most one action, the forward or backward of one microbatch through one stage. Then the slot's results are sent
@@ -32,7 +32,7 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action on a neighboring stage whose result this one needs; at either end, that stage does not exist."""
+        """The action whose result this one needs; it is on a neighboring stage, which does not exist at either end."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 
@@ -44,7 +44,7 @@ HeldActivations = dict[tuple[int, int], tuple[Tensor | None, Tensor]]
 
 
 def max_in_flight(rank: int, num_ranks: int, stages_per_rank: int) -> int:
-    """Returns how many microbatches, counted per stage, a rank may hold activations of at a time.
+    """Returns the maximum number of microbatches, counted per stage, whose activations a rank holds at a time.
 
     Source: 1F1B, https://arxiv.org/abs/1806.03377; interleaved, https://arxiv.org/abs/2104.04473.
     """
@@ -65,7 +65,7 @@ def plan(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, has_bac
         has_backward: False plans only forwards, for a pass without gradients.
     """
     num_stages = num_ranks * stages_per_rank
-    # Interleaving needs full rounds of p microbatches, so the last round is filled with dummies that are removed later.
+    # Interleaving needs full rounds of p microbatches; dummies fill the last round, and are removed later.
     planned = num_microbatches if stages_per_rank == 1 else num_microbatches + -num_microbatches % num_ranks
     orders = [_order(rank, num_ranks, stages_per_rank, planned, has_backward) for rank in range(num_ranks)]
     done: set[Action] = set()
@@ -119,7 +119,7 @@ def _order(rank: int, num_ranks: int, stages_per_rank: int, num_microbatches: in
 
 @dataclass
 class _Transfers:
-    """A rank's sends and receives in a slot."""
+    """A rank's pending sends and receives of one slot."""
 
     works: list[dist.Work]
     sent: list[Tensor]  # kept until they have arrived
@@ -136,8 +136,7 @@ class Pipeline:
 
     Args:
         group: process group of the pp axis; None for one rank.
-        num_ranks, stages_per_rank: p and v.
-        device: device of the activations.
+        num_ranks, stages_per_rank: p and v of `plan`.
     """
 
     group: dist.ProcessGroup | None
@@ -171,7 +170,7 @@ class Pipeline:
             backward: gets stage, microbatch, output, its gradient (None for the last stage), and whether this is the
                 stage's last backward; None for a pass without gradients.
             activation: microbatch → shape and dtype of the tensors that stages send each other.
-            held: a call without `backward` fills it; a later call without `forward` runs the backwards from it.
+            held: activations that a call without `backward` keeps for a later call without `forward`.
         """
         is_both = forward is not None and backward is not None
         slots = plan(self.num_ranks, self.stages_per_rank, num_microbatches, has_backward=is_both)

@@ -1,10 +1,10 @@
-"""Stages: reduces a Hugging Face model to this rank's part: its pipeline stages, tensor slices and data shards.
+"""Reduces a Hugging Face model to this rank's part: its pipeline stages, tensor slices and data shards.
 
-The model object is kept, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
+The model object stays, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
 consecutive layers; the last stage turns hidden states into logprobs, entropies and values.
 
-Shapes: B trajectories, T tokens; R rows and W columns of a forward, W a multiple of tp; N predicting positions, K
-teacher tokens at each; H hidden size. Stages send each other [R, W / tp, H].
+Shapes: B trajectories, T tokens; R rows and W columns of a rank's forward, W a multiple of tp; N predicting positions,
+K teacher tokens at each; H hidden size. Stages send each other [R, W / tp, H].
 """
 
 from __future__ import annotations
@@ -19,20 +19,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightrl.columns import NATIVE
 from lightrl.experience import Experience
 from lightrl.functional import on_host, predicting_positions, to_device
-from lightrl.models import Candidates, Role, scalar_head
+from lightrl.models import Candidates, Role, recompute_contexts, scalar_head, wrap_blocks
 from lightrl.models.conversion import checkpoint_files, load_parts, semi_private
+from lightrl.models.expert_parallel import shard_experts, split_experts
 from lightrl.models.model_spec import check_files
+from lightrl.models.moe import moe_blocks
+from lightrl.models.routes import replaying
 from lightrl.models.tuning import held_tensors, tuning_of
-from lightrl.strategies.empty_model import give_memory, take_role
+from lightrl.strategies.empty_model import allocate, take_role
 from lightrl.strategies.fsdp2_model import reshard
 from lightrl.strategies.head import Logprobs, LogprobSettings, Targets, TopK, read_head, whole_head
-from lightrl.strategies.layouts.packed_attention import PackedRows, no_mask
+from lightrl.strategies.layouts.packed_attention import PackedRows, Total, no_mask
 from lightrl.strategies.layouts.shared_prefix import each_alone, packed
 from lightrl.strategies.parallel_3d.pipeline import Pipeline
 from lightrl.strategies.parallel_3d.tensor_parallel import (
@@ -60,15 +64,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """A microbatch as input for the stages; identical on all ranks that share the microbatch."""
+    """A microbatch as input for the stages; identical on its ranks, but each cp rank has its part of the packed row."""
 
     token_ids: Tensor  # int64 [R, W]
     position_ids: Tensor | None  # int64 [1, W], restart at each trajectory; None if not packed
     packed_rows: PackedRows | None  # for the attention; None if not packed
-    rows: Tensor  # [N], rows of the predicting positions in [R, W]
-    columns: Tensor  # [N], their columns
-    positions: tuple[Tensor, Tensor]  # [N] each, their rows and columns in the Experience
-    targets: Targets  # the tokens to compute logprobs for at these positions
+    routes: Tensor | None  # uint8 [R, W, w], the experts to replay
+    rows: Tensor  # [n], rows in [R, W] of the predicting positions that this rank holds; n = N without cp
+    columns: Tensor  # [n], their columns
+    here: Tensor | None  # [n], which of the N positions these are; None for all
+    positions: tuple[Tensor, Tensor]  # [N] each, the rows and columns of all predicting positions in the Experience
+    targets: Targets  # the tokens to compute logprobs for at this rank's positions
 
     @classmethod
     def of(
@@ -79,57 +85,77 @@ class Feed:
         *,
         multiple: int,
         is_packed: bool,
+        replays: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> Feed:
-        """Builds a microbatch's feed, with W a multiple of `multiple`."""
+        """Builds a microbatch's feed; W is a multiple of `multiple`.
+
+        Args:
+            replays: whether to replay the experience's routes, if it has any.
+            group: the ranks that divide the packed row; each gets a part of equal size.
+        """
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
-        packed_rows = position_ids = None
+        packed_rows = position_ids = routes = here = None
+        of_tokens = experience.routes if replays else None
         if is_packed:
             layout = packed(each_alone(experience), experience.token_ids.shape)
-            padding = -len(layout.rows) % multiple
-            packed_rows = PackedRows([*layout.lengths, padding], device)
-            tokens = to_device(nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)), device)
+            index, num = (0, 1) if group is None else (group.rank(), group.size())
+            padding = -len(layout.rows) % (multiple * num)
+            packed_rows = PackedRows([*layout.lengths, padding], device, group=group)
+            filled = nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)).chunk(num, 1)[index]
+            tokens = to_device(filled, device)
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
-            rows, columns = torch.zeros_like(rows), to_device(layout.flat_indices, device)[rows, columns]
+            routes = None if of_tokens is None else of_tokens[tokens[0], tokens[1]][None]
+            if group is None:
+                columns = to_device(layout.flat_indices, device)[rows, columns]
+            else:
+                indices = layout.flat_indices[predicting_positions(on_host(experience.loss_mask))]
+                indices = indices - index * filled.shape[1]
+                on_rank = ((indices >= 0) & (indices < filled.shape[1])).nonzero()[:, 0]
+                here, columns = to_device(on_rank, device), to_device(indices[on_rank], device)
+            rows = torch.zeros_like(columns)
         else:  # no token attends to padding at a row's end, and a row's last token predicts nothing
             width = max(1, int(on_host(experience.lengths).max()) - 1)
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
+            if of_tokens is not None:
+                of_tokens = of_tokens[:, :width]
+                routes = nn.functional.pad(of_tokens, (0, 0, 0, width - of_tokens.shape[1]), value=NATIVE)
+        predicted_rows, predicted = (each if here is None else each[here] for each in positions)
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
             packed_rows=packed_rows,
+            routes=routes,
             rows=rows,
             columns=columns,
+            here=here,
             positions=positions,
-            targets=Targets.at(experience, *positions, candidates, settings),
+            targets=Targets.at(experience, predicted_rows, predicted, candidates, settings),
         )
 
     @property
     def num_candidates(self) -> int:
-        """K, the number of additional tokens per position."""
+        """K, the number of additional tokens at each position."""
         candidates = self.targets.candidates
         return candidates if isinstance(candidates, int) else candidates.shape[1]
 
     @property
     def width(self) -> int:
-        """The number of values that the last stage returns per position."""
+        """Number of values that the last stage returns per position."""
         return 3 + self.num_candidates * (2 if isinstance(self.targets.candidates, int) else 1)
 
 
 class Stage(nn.Module):
-    """Runs consecutive layers of a model: the model's body, with identities in place of other stages' layers.
-
-    The stage and the model share their modules, so the model keeps its parameter names.
+    """Runs consecutive layers: the model's body, whose modules it shares, with identities for other stages' layers.
 
     Args:
         model: the Hugging Face model, already without the parts of other ranks.
         layers: indices of the stage's layers; the stage with the first layer reads token ids instead of hidden states.
         is_last: return results instead of hidden states: each predicted token's logprob, entropy and value, [N, 3] (0
             if the model has no head for it), the logprobs of K additional tokens and, for a top-k, these tokens' ids.
-        tp: mesh of the tp axis.
-        logits: how the model turns the head's outputs into logits.
         value_head: the critic's head on this policy's body; a separate critic contains its head, `score`.
     """
 
@@ -163,7 +189,16 @@ class Stage(nn.Module):
         all_layers[layers.start].register_forward_pre_hook(self._enter, prepend=True)
 
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
-        """Maps the previous stage's hidden states, or None, to [R, W / tp, H], or on the last stage to [N, width]."""
+        """Maps the previous stage's hidden states (or None) to [R, W / tp, H]; the last stage returns [N, width]."""
+        is_cached = torch.is_autocast_cache_enabled()
+        # FSDP replaces parameters; the casts that autocast keeps would still lead to the old ones.
+        torch.set_autocast_cache_enabled(is_cached and not isinstance(self, FSDPModule))
+        try:
+            return self._run(hidden, feed, settings)
+        finally:
+            torch.set_autocast_cache_enabled(is_cached)
+
+    def _run(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         self._received = hidden
         inputs: dict[str, Any] = {"input_ids": feed.token_ids}
         if hidden is not None:  # a placeholder for shape, dtype, device; `_enter` passes `hidden` to the first layer
@@ -171,7 +206,11 @@ class Stage(nn.Module):
         if feed.packed_rows is not None:
             inputs |= {"position_ids": feed.position_ids, "packed_rows": feed.packed_rows}
             inputs["attention_mask"] = no_mask(feed.token_ids.device)
-        hidden = self.body(**inputs, use_cache=False).last_hidden_state
+        routes = feed.routes
+        if routes is not None:
+            routes = routes.chunk(self.tp.size(), 1)[self.tp.get_local_rank()].flatten(0, 1)
+        with replaying(routes):
+            hidden = self.body(**inputs, use_cache=False).last_hidden_state
         return self._results(hidden, feed, settings) if self.is_last else hidden
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -197,10 +236,16 @@ class Stage(nn.Module):
         columns = [results["logprobs"][:, None], results["entropy"][:, None], values[:, None]]
         # float32 is exact for ids up to 2^24, which no vocabulary reaches.
         columns += [results[name].float() for name in ("teacher_topk", "teacher_topk_ids") if name in results]
-        return torch.cat(columns, 1)
+        result = torch.cat(columns, 1)
+        if feed.here is None:
+            return result
+        result = result.new_zeros(len(feed.positions[0]), result.shape[1]).index_copy(0, feed.here, result)
+        assert feed.packed_rows is not None
+        total: Tensor = Total.apply(result, feed.packed_rows.group)  # type: ignore[no-untyped-call]
+        return total
 
     def _head_functions(self, hidden: Tensor) -> tuple[TopK, Logprobs]:
-        """Returns the functions for `read_head` at positions with these hidden states [N, H]."""
+        """Returns the functions that `read_head` needs, for hidden states [N, H]."""
         head: Any = self.head
         if self.tp.size() == 1 and self.logits.cap is None:
             return whole_head(head, hidden)
@@ -227,9 +272,10 @@ class SplitModel:
     has_values: bool  # whether the model has a scalar head, or a critic's head on its body
     tied: Tensor | None  # this rank's embedding or output head, if tied to one on a different rank
     tied_group: dist.ProcessGroup | None
+    divides_experts: bool  # whether ranks exchange tokens, so that all must run the same forwards
 
     def set_last_backward(self, stage: int, is_last: bool) -> None:
-        """Sets whether this is the stage's last backward, after which it reduces gradients over dp."""
+        """Sets whether the next backward pass is the stage's last, which reduces gradients over dp."""
         module = self.stages[stage]
         if isinstance(module, FSDPModule):
             module.set_is_last_backward(is_last)
@@ -237,12 +283,11 @@ class SplitModel:
             module.set_requires_gradient_sync(is_last)
 
     def reshard(self) -> None:
-        """Frees parameters that were gathered for a forward pass without a backward pass."""
         for stage in self.stages.values():
             reshard(stage)
 
     def finish_gradients(self) -> None:
-        """Completes gradients after the last backward: sums them over tp, and over both ranks of a tied embedding."""
+        """Completes gradients after the last backward pass: sums over tp, and over both ranks of a tied embedding."""
         for parameter in (parameter for stage in self.stages.values() for parameter in stage.parameters()):
             gradient = parameter.grad
             if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -268,10 +313,12 @@ def split_model(
     mesh: DeviceMesh,
     *,
     ends: dist.ProcessGroup | None,
+    experts: DeviceMesh | None = None,
     schedule: str = "1F1B",
     stages_per_rank: int = 1,
     device: torch.device | None = None,
     checkpoint_activations: bool = False,
+    is_mixed: bool = False,
     value_head: nn.Linear | None = None,
 ) -> SplitModel:
     """Reduces a model to this rank's part, in place. Collective; all ranks must pass the same model.
@@ -279,9 +326,10 @@ def split_model(
     Args:
         model: has a vocabulary head, a scalar head or both.
         mesh, ends: a mesh with the axes pp, dp and tp, and the mesh's `ends_group`.
-        schedule, stages_per_rank: as in Parallel3DStrategy.
+        experts: the mesh that divides each stage's experts; None to leave them whole.
+        schedule, stages_per_rank, checkpoint_activations: Parallel3DStrategy's settings.
         device: where to put the part; None for the CPU.
-        checkpoint_activations: keep only each layer's input, and recompute the layer in the backward pass.
+        is_mixed: whether the model runs in bf16-mixed, so that divided experts are gathered in bfloat16.
         value_head: the critic's head on this model's body; only the last stage's ranks keep its parameters.
 
     Raises:
@@ -295,12 +343,14 @@ def split_model(
     whole = copy.deepcopy(model, memo)  # on the meta device
     pipeline = Pipeline(pp.get_group() if pp.size() > 1 else None, pp.size(), stages_per_rank, device)
     last = pipeline.num_stages - 1
-    ranges = split_layers(model.config, pipeline.num_stages)
+    in_layers = sum(parameter.numel() for parameter in model.base_model.layers.parameters())
+    ranges = split_layers(model.config, pipeline.num_stages, in_layers / model.config.num_hidden_layers)
     stage_of = {name: _stage_of(name, ranges) for name in held_tensors(model)}
     body = model.base_model
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
+    wrap_blocks(model)  # while it has all blocks, in whose order routes are
 
     held = {stage: layers for stage, layers in enumerate(ranges) if stage % pp.size() == pp.get_local_rank()}
     _drop_other_stages(model, value_head, held, last)
@@ -311,30 +361,42 @@ def split_model(
         model.to(device=device)
     else:
         _load_held(model, role, device, is_tied=is_tied)
+    if experts is not None and moe_blocks(model):
+        split_experts(model, experts)
     if tp.size() > 1:
         _split_over_tp(model, value_head if last in held else None, tp)
     if checkpoint_activations:
         for layer in body.layers.children():
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if mesh["dp"].size() > 1:  # a pipeline does not reshard, since it would gather again for each microbatch
-        for layer in body.layers.children():
-            fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
+            checkpointed = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+            layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
+    is_sharded = mesh["dp"].size() > 1 or experts is not None
+    # Autocast would call the experts a second time to cast them, with FSDP's hooks.
+    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    policy = mixed if is_mixed else MixedPrecisionPolicy()
+    # A pipeline does not reshard, since it would gather again for each microbatch.
+    for layer in body.layers.children() if is_sharded else ():
+        if experts is not None:
+            for block in moe_blocks(layer).values():
+                options = {"reshard_after_forward": pp.size() == 1, "mp_policy": policy}
+                shard_experts(block, experts, num_ranks=mesh["dp"].size(), **options)
+        fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=pp.size() == 1)
     stages = {
         stage: Stage(model, layers, is_last=stage == last, tp=tp, logits=logits, value_head=value_head)
         for stage, layers in held.items()
     }
-    for stage in stages.values() if mesh["dp"].size() > 1 else ():
+    for stage in stages.values() if is_sharded else ():
         fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
     tied: Tensor | None = None
     if is_tied and pp.size() > 1 and (0 in held or last in held):
         tied = body.embed_tokens.weight if 0 in held else model.get_output_embeddings().weight
-    return SplitModel(model, whole, mesh, pipeline, stages, stage_of, has_values, tied, ends)
+    return SplitModel(
+        model, whole, mesh, pipeline, stages, stage_of, has_values, tied, ends, divides_experts=experts is not None
+    )
 
 
 def _drop_other_stages(
     model: PreTrainedModel, value_head: nn.Linear | None, held: Mapping[int, range], last: int
 ) -> None:
-    """Removes the parts of a model and its value head that this rank does not need."""
     body = model.base_model
     held_layers = {str(index) for layers in held.values() for index in layers}
     for name in [name for name, _ in body.layers.named_children() if name not in held_layers]:
@@ -351,7 +413,7 @@ def _drop_other_stages(
 
 
 def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: DeviceMesh) -> None:
-    """Splits this rank's part of the model, and the value head if this rank has it, over the tp axis."""
+    """Splits this rank's part of the model, and its value head if there is one, over the tp axis."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     plan = tensor_plan(model.config)
     split_parameters(model.base_model, model.get_output_embeddings(), plan, tp, tuning_of(model))
@@ -365,7 +427,7 @@ def _split_over_tp(model: PreTrainedModel, value_head: nn.Linear | None, tp: Dev
 def _load_held(model: PreTrainedModel, role: Role, device: torch.device, *, is_tied: bool) -> None:
     """Allocates this rank's part of a model on the meta device, and loads its weights."""
     spec = role.spec
-    give_memory(model, device)
+    allocate(model, device)
     if spec.path is not None:
         check_files(Path(spec.path))
     head, embed_tokens = model.get_output_embeddings(), model.base_model.embed_tokens

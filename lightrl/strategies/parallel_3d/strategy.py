@@ -1,11 +1,14 @@
-"""Parallel3DStrategy: pipeline × data × tensor parallelism, according to transformers' plans for each model family.
+"""Parallel3DStrategy: pipeline, data, context, expert and tensor parallelism, by transformers' plans for each family.
 
-World rank = (pp · dp_size + dp) · tp_size + tp, so the tp ranks, which communicate most, are neighbors. The ranks with
-the same dp index hold one copy of the model and process the same rows. The last stage computes the loss that is
-minimized; other stages recompute it from the same outputs, without gradient, for the metrics.
+World rank = ((pp · dp_size + dp) · cp_size + cp) · tp_size + tp, so the tp ranks, which communicate most, are
+neighbors. The ranks with the same dp index hold one copy of the model and process the same rows. The last stage
+computes the loss that is minimized; other stages recompute it from the same outputs, without gradient, for the metrics.
 
-There is no context-parallel axis, because torch's ring attention supports only causal masks, without packed sequences,
-sliding windows or a Hugging Face attention interface. For longer sequences use tp, which also splits the sequence.
+With ep, adjacent ranks of a stage divide the experts of its layers, across dp, cp and tp. As tp ranks hold different
+tokens between projections, a MoE block treats them as it treats dp ranks:
+
+    pp 2, dp 2, tp 2, ep 2   stage 0: ranks 0 2 share the first half of each layer's experts, ranks 1 3 the second
+                             stage 1: ranks 4 6 and 5 7, likewise
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from lightrl.experience import Experience
 from lightrl.functional import aligned_to_tokens, predicting_positions
 from lightrl.models import Backward, Candidates, LossFunction, Outputs, RoleMesh
 from lightrl.models.conversion import Names
+from lightrl.models.expert_parallel import expert_mesh
 from lightrl.models.tuning import Part
 from lightrl.strategies.empty_model import empty_model
 from lightrl.strategies.fsdp2 import FSDP2Strategy
+from lightrl.strategies.fsdp2_model import cp_refused
 from lightrl.strategies.head import LogprobSettings, topk_candidates
 from lightrl.strategies.layouts.branches import branch_rows
 from lightrl.strategies.layouts.packed_attention import make_packable
+from lightrl.strategies.layouts.probes import may_be_cut
 from lightrl.strategies.parallel_3d.pipeline import HeldActivations
 from lightrl.strategies.parallel_3d.stages import Feed, SplitModel, ends_group, split_model
 from lightrl.strategies.parallel_3d.tensor_plans import (
@@ -39,6 +45,7 @@ from lightrl.strategies.parallel_3d.tensor_plans import (
     check_world,
     tensor_plan,
 )
+from lightrl.strategies.precision import set_expert_precision
 from lightrl.strategies.ranks.planned_gather import PlannedGather
 from lightrl.strategies.ranks.processes import ProcessRanks
 from lightrl.strategies.ranks.role_mesh import OtherRanksModel, Place, check_meshes, make_place, planned_roles
@@ -50,19 +57,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-AXES = ("pp", "dp", "tp")
+AXES = ("pp", "dp", "tp")  # cp is part of dp, since its ranks shard the parameters too
 
 
 class Parallel3DStrategy(FSDP2Strategy):
-    """Pipeline, data and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
+    """Pipeline, data, context, expert and tensor parallelism: `Parallel3DStrategy(pp=2, tp=2)` on 8 devices has dp 2.
 
-    Splits models of dense families that have plans in transformers; see docs/models.md. All roles, trained or not, are
-    split the same way, unless they have a `Role.mesh`. Each stage shards its parameters over dp, as in FSDP2Strategy.
+    Splits models of families that have plans in transformers; see docs/models.md. All roles, trained or not, are split
+    the same way, unless they have a `Role.mesh`. Each stage shards its parameters over dp, as in FSDP2Strategy.
 
     Args:
         pp: number of pipeline ranks. Each holds a similar number of parameters, including the embedding and the head.
-        dp: number of ranks with different trajectories. None means the world size divided by pp · tp.
-        tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads.
+        dp: number of ranks with different trajectories. None means the world size divided by pp · cp · tp.
+        tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads. MoE
+            blocks are not split; their tokens are.
+        ep, cp: as in FSDP2Strategy, within a stage. ep must divide dp · cp · tp, and cp the attention heads of a tp
+            rank.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
@@ -77,6 +87,8 @@ class Parallel3DStrategy(FSDP2Strategy):
         pp: int = 1,
         dp: int | None = None,
         tp: int = 1,
+        ep: int = 1,
+        cp: int = 1,
         schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B",
         stages_per_rank: int | None = None,
         activation_checkpointing: bool = False,
@@ -84,7 +96,11 @@ class Parallel3DStrategy(FSDP2Strategy):
         save_async: bool = False,
     ) -> None:
         super().__init__(
-            activation_checkpointing=activation_checkpointing, hang_timeout_s=hang_timeout_s, save_async=save_async
+            ep=ep,
+            cp=cp,
+            activation_checkpointing=activation_checkpointing,
+            hang_timeout_s=hang_timeout_s,
+            save_async=save_async,
         )
         self.pp, self.dp, self.tp = pp, dp, tp
         self.schedule = schedule
@@ -98,12 +114,12 @@ class Parallel3DStrategy(FSDP2Strategy):
         """The number of ranks with different trajectories, known before any process starts."""
         if self.dp is not None:
             return self.dp
-        return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.tp))
+        return max(1, self.num_processes * self.num_nodes // max(1, self.pp * self.cp * self.tp))
 
     def check_sizes(self, module: L.LightningModule | None = None) -> None:
         """Raises ValueError if the sizes do not fit the world size or one of the module's models."""
         world = self.num_processes * self.num_nodes
-        check_world(self.pp, self.dp_size, self.tp, world)
+        check_world({"pp": self.pp, "dp": self.dp_size, "cp": self.cp, "tp": self.tp}, world)
         if self.precision_plugin.precision == "16-mixed":
             raise ValueError(
                 "Parallel3DStrategy does not support precision='16-mixed', which scales a loss that only the last "
@@ -116,6 +132,12 @@ class Parallel3DStrategy(FSDP2Strategy):
                 "FSDP2Strategy, or set optimizer to adamw."
             )
         check_meshes(module, world)
+        for planned in planned_roles(module).values():
+            planned.tuning.check_sharded()
+        if self.ep > 1:
+            self._check_ep(module, {"ranks of a stage": world // self.pp})
+        if self.cp > 1:
+            self._check_cp(module, {}, self.tp)
         for name, role in planned_roles(module).items():
             if role.spec.url is not None:
                 continue
@@ -132,14 +154,20 @@ class Parallel3DStrategy(FSDP2Strategy):
                 role.tuning.check_split(name, empty_model(role), tensor_plan(config) if tp > 1 else None)
 
     def _make_mesh(self) -> dist.ProcessGroup:
-        sizes = (self.pp, self.dp_size, self.tp)
+        sizes = (self.pp, self.dp_size * self.cp, self.tp)
         mesh = self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=AXES)
         self._ends[mesh] = ends_group(mesh)
+        if self.ep > 1:
+            self._expert_mesh = expert_mesh(self.root_device.type, num_stages=self.pp, ep=self.ep)
+        if self.cp > 1:
+            sizes_by_cp = (self.pp, self.dp_size, self.cp, self.tp)
+            by_cp = init_device_mesh(self.root_device.type, sizes_by_cp, mesh_dim_names=("pp", "dp", "cp", "tp"))
+            self._context_group = by_cp["cp"].get_group()
+            return by_cp["dp"].get_group()  # the axis dp of `mesh` has the ranks of cp too
         return mesh["dp"].get_group()
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh with the axes pp, dp, tp."""
         return super().device_mesh if self._mesh is None else self._mesh
 
     @property
@@ -171,10 +199,12 @@ class Parallel3DStrategy(FSDP2Strategy):
             cast("PreTrainedModel", model),
             mesh,
             ends=self._ends[mesh],
+            experts=self._expert_mesh,
             schedule=schedule,
             stages_per_rank=stages_per_rank,
             device=self.root_device,
             checkpoint_activations=self.activation_checkpointing,
+            is_mixed=self.precision_plugin.precision == "bf16-mixed",
             value_head=self._value_head if model is getattr(self.lightning_module, "policy", None) else None,
         )
         self._splits[model] = split
@@ -194,18 +224,23 @@ class Parallel3DStrategy(FSDP2Strategy):
         ranks = self.ranks.of_role(role)
         if not isinstance(ranks, ProcessRanks):
             return OtherRanksModel()
-        return Parallel3DModel(self._splits[model], settings, group=ranks.control_group)
+        return Parallel3DModel(
+            self._splits[model],
+            settings,
+            group=ranks.control_group,
+            is_policy=role == "policy",
+            context_group=self._context_group,
+        )
 
 
 class Parallel3DModel:
     """A split model as a ParallelModel. Every call is collective over the ranks with the same dp index.
 
     Args:
-        split: result of `split_model`.
-        settings: the engine's changes to the logits.
         is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs on all devices
-            except the CPU, where separate rows are faster.
+            except the CPU, where separate rows are faster, and with a `context_group`.
         group: all ranks that share the model; None for all ranks of the run.
+        is_policy, context_group: as in FSDP2Model.
     """
 
     def __init__(
@@ -215,14 +250,22 @@ class Parallel3DModel:
         *,
         is_packed: bool | None = None,
         group: dist.ProcessGroup | None = None,
+        is_policy: bool = True,
+        context_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.split = split
         self.group = group
+        self.is_policy, self.context_group = is_policy, context_group
+        set_expert_precision(split.model)
         self._gather: PlannedGather | None = None
         self.settings = settings
-        wants_packed = split.pipeline.device.type != "cpu" if is_packed is None else is_packed
-        caps_attention = getattr(split.model.config, "attn_logit_softcapping", None) is not None
-        self.is_packed = wants_packed and not caps_attention and make_packable(split.model)
+        on_gpu = split.pipeline.device.type != "cpu"
+        wants_packed = context_group is not None or (on_gpu if is_packed is None else is_packed)
+        config = split.model.config
+        caps_attention = getattr(config, "attn_logit_softcapping", None) is not None
+        self.is_packed = wants_packed and not caps_attention and may_be_cut(config) and make_packable(split.model)
+        if context_group is not None and not self.is_packed:
+            raise cp_refused(context_group.size(), config.model_type)
 
     def shares_prefixes(self, experience: Experience) -> bool:
         return False
@@ -240,11 +283,13 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs. All ranks must run their backward, which runs every stage's backward.
+        """Computes one microbatch's outputs, in parts of its rows, so that the stages can work at the same time.
 
-        Cuts the rows into parts, so that the stages can work at the same time.
+        Ranks that exchange tokens for experts need equally many parts: one. The outputs' backward pass runs every
+        stage's backward pass, so all ranks must run it.
         """
-        num = 2 * self.split.pipeline.num_stages if self.split.pipeline.num_ranks > 1 else 1
+        cuts = self.split.pipeline.num_ranks > 1 and not self.split.divides_experts
+        num = 2 * self.split.pipeline.num_stages if cuts else 1
         size = -(-len(microbatch) // num)
         starts = range(0, len(microbatch), size)
         parts = [microbatch.select(range(start, min(start + size, len(microbatch)))) for start in starts]
@@ -263,7 +308,7 @@ class Parallel3DModel:
 
     def _backward(self, feeds: list[Feed], held: HeldActivations, parameters: list[Tensor], gradient: Tensor) -> None:
         """Backpropagates the gradient of all results, [N, width], and adds to the parameters' gradients."""
-        gradients = torch.split(gradient, [len(feed.rows) for feed in feeds])
+        gradients = torch.split(gradient, [len(feed.positions[0]) for feed in feeds])
         earlier = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in earlier:  # their gradients are complete, and must not be summed over ranks again
             parameter.grad = None
@@ -345,9 +390,10 @@ class Parallel3DModel:
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
         size = self.split.mesh["tp"].size()
+        options: dict[str, Any] = {"is_packed": self.is_packed, "replays": self.is_policy, "group": self.context_group}
         has_logprobs = self.split.whole.get_output_embeddings() is not None
         return [
-            Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, is_packed=self.is_packed)
+            Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, **options)
             for part, num in zip(microbatches, candidates, strict=True)
         ]
 
@@ -360,13 +406,13 @@ class Parallel3DModel:
         """Sends the last stage's result [N, width] to all ranks of the pipeline."""
         pipeline = self.split.pipeline
         if result is None:
-            result = torch.empty(len(feed.rows), feed.width, device=pipeline.device)
+            result = torch.empty(len(feed.positions[0]), feed.width, device=pipeline.device)
         if pipeline.num_ranks > 1:
             dist.broadcast(result, group=pipeline.group, group_src=pipeline.num_ranks - 1)
         return result
 
     def _outputs(self, result: Tensor, feed: Feed, rows: Experience) -> Outputs:
-        """Turns the last stage's results [N, width] into Outputs, aligned to tokens; 0 elsewhere."""
+        """Turns the last stage's results [N, width] into Outputs aligned to tokens, 0 outside the loss mask."""
         shape = rows.token_ids.shape
         logprobs, entropy, values = (aligned_to_tokens(result[:, index], *feed.positions, shape) for index in range(3))
         outputs = Outputs(logprobs=logprobs, entropy=entropy, values=values if self.split.has_values else None)

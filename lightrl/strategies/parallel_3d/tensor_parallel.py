@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from lightrl.functional.logprobs import Mask, chunks, logits_gradient, mask_of, masked_scores, prepared
 from lightrl.functional.supports import Supports, support_scores
 from lightrl.models.tuning import Tuning
+from lightrl.strategies.parallel_3d.tensor_plans import layer_plan
 from lightrl.strategies.ranks.processes import local
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ def split_parameters(
         body: has `layers`, as well as `embed_tokens` and `norm` if this rank holds them.
         head: the output head, if this rank holds it; a tied head stays tied to the embedding.
         plan: result of `tensor_plan`.
-        mesh: mesh of the tp axis.
-        tuning: the model's tuning.
     """
     embedding: Any = getattr(body, "embed_tokens", None)
     is_tied = head is not None and embedding is not None and head.weight is embedding.weight
@@ -60,6 +59,7 @@ def split_parameters(
 def _split_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, tuning: Tuning) -> None:
     """Splits a decoder layer's projections according to the plan, and replicates its other parameters."""
     styles: dict[str, ParallelStyle] = {}
+    plan = layer_plan(plan, layer)
     for name, style in plan.items():
         if style not in ("colwise", "rowwise"):
             continue
@@ -148,8 +148,7 @@ def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 def whole_sequence(hidden: Tensor, mesh: DeviceMesh, *, gradients_add_up: bool) -> Tensor:
     """Gathers hidden states [B, T, ...] from all ranks' parts [B, T / tp, ...].
 
-    Args:
-        gradients_add_up: whether each rank computes only a summand of the gradient, from its part of the vocabulary.
+    With `gradients_add_up`, each rank computes only a summand of the gradient, from its part of the vocabulary.
     """
     split = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
     gradient = Partial() if gradients_add_up else Replicate()
@@ -173,7 +172,7 @@ def vocab_parallel_logprobs(
     """Computes `functional.hidden_logprobs` with a head whose rows are divided equally over `group`, in rank order.
 
     Args:
-        hidden: [N, H], the same on all ranks; each rank's gradient is only a summand.
+        hidden: [N, H], the same on all ranks; each rank computes only a summand of its gradient.
         weight: [V / tp, H], this rank's rows of the head.
         token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as in `hidden_logprobs`.
         group: process group of the tp axis; None for one rank.
@@ -276,7 +275,7 @@ def _scores(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Stores only [N, J] numbers and the head; the backward recomputes each chunk's logits."""
+    """Stores no logits for the backward pass, which recomputes them chunk by chunk."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,13 @@
 """Plans for 3D parallelism: how layers are split over tp, and which layers form a pipeline stage.
 
-They follow `base_model_tp_plan` and `base_model_pp_plan`, transformers' plans in a config's class. The rest is
-found by running the model on the meta device. No function needs devices or process groups.
+They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. A run on the meta
+device shows the rest. No function needs devices or process groups.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.models import new_model
+from lightrl.models.hybrids import keeps_states
 from lightrl.models.moe import moe_blocks
 from lightrl.models.trials import once_per_config
 from lightrl.strategies.layouts.probes import rope_depends_on_length
@@ -45,10 +48,20 @@ def tensor_plan(config: PretrainedConfig) -> dict[str, str]:
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
         _refuse(config, "transformers has no plan for its tensor parallelism (base_model_tp_plan)")
+    plan = {name: style for name, style in plan.items() if "experts" not in name.split(".")}
     for name, style in plan.items():
         if not name.startswith("layers.*.") or style not in _STYLES:
             _refuse(config, f"its plan has {style} for {name}")
     return {name.removeprefix("layers.*."): style for name, style in plan.items()}
+
+
+def layer_plan(plan: Mapping[str, str], layer: nn.Module) -> dict[str, str]:
+    """Returns the part of a plan for the modules of this layer, which may have a MoE block or an MLP.
+
+    Nothing in a MoE block is split, since tp ranks hold different tokens there.
+    """
+    modules, blocks = dict(layer.named_modules()), tuple(f"{name}." for name in moe_blocks(layer))
+    return {name: style for name, style in plan.items() if name in modules and not name.startswith(blocks)}
 
 
 @once_per_config
@@ -64,12 +77,12 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     others = {name.partition(".")[0] for name, _ in body.named_parameters()} - _BODY
     if others or not all(hasattr(body, name) for name in _BODY):
         _refuse(config, f"its body is not just embed_tokens, layers and norm (it has {', '.join(sorted(others))})")
-    if moe_blocks(model):
-        _refuse(config, "it is a mixture of experts")
+    if moe_blocks(model) and (keeps_states(config) or getattr(config, "index_topk", None)):
+        _refuse(config, "it is a mixture of experts with states or sparse attention")
     if rope_depends_on_length(model):
         _refuse(config, "its rotary embedding depends on the number of tokens in a forward")
     for layer in body.layers if tp > 1 else ():
-        _check_layer(config, layer)
+        _check_layer(config, layer, is_mixture=bool(moe_blocks(model)))
     head = model.get_output_embeddings()
     if tp > 1 and head.bias is not None:
         _refuse(config, "its output head has a bias")
@@ -81,7 +94,8 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     body.layers = nn.ModuleList([fake_layer for _ in body.layers])
     body.norm = nn.Identity()
     model.set_output_embeddings(fake_head)
-    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)  # transformers would build one from the positions' values
+    # Without a mask, transformers would build one from the positions' values, which the meta device lacks.
+    mask = torch.empty(1, 1, 1, 1, dtype=torch.bool)
     with torch.no_grad():
         token_ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         logits = model(input_ids=token_ids, attention_mask=mask, use_cache=False).logits
@@ -95,13 +109,16 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
     return LogitTransform(cap=cap)
 
 
-def _check_layer(config: PretrainedConfig, layer: nn.Module) -> None:
-    """Raises ValueError if a module with parameters is neither in the plan nor a norm over one token or head."""
-    plan, modules = tensor_plan(config), dict(layer.named_modules())
-    if missing := sorted(set(plan) - set(modules)):
+def _check_layer(config: PretrainedConfig, layer: nn.Module, *, is_mixture: bool) -> None:
+    """Raises ValueError unless each module with parameters is planned, in a MoE block, or a norm of tokens or heads."""
+    modules, blocks = dict(layer.named_modules()), tuple(moe_blocks(layer))
+    plan = layer_plan(tensor_plan(config), layer)
+    if "" in blocks:
+        _refuse(config, "its experts are not in a block of their own")
+    if missing := sorted(set(tensor_plan(config)) - set(modules)) if not is_mixture else ():
         _refuse(config, f"its layers differ: one has no {missing[0]}")
     for name, module in modules.items():
-        if plan.get(name) in ("colwise", "rowwise"):
+        if plan.get(name) in ("colwise", "rowwise") or any(f"{name}.".startswith(f"{block}.") for block in blocks):
             continue
         shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
         # A rank has all features of some tokens, or in attention all features of some heads.
@@ -129,24 +146,28 @@ def _refuse(config: PretrainedConfig, reason: str) -> NoReturn:
     )
 
 
-def check_world(pp: int, dp: int, tp: int, world_size: int) -> None:
-    """Raises ValueError, suggesting sizes, if pp · dp · tp is not the world size."""
-    if min(pp, dp, tp) < 1:
-        raise ValueError(f"pp, dp and tp must be at least 1, got {pp}, {dp} and {tp}.")
-    if pp * dp * tp == world_size:
+def check_world(sizes: Mapping[str, int], world_size: int) -> None:
+    """Raises ValueError, suggesting sizes, if the product of the sizes pp, dp, cp and tp is not the world size."""
+    sizes = {name: size for name, size in sizes.items() if name != "cp" or size != 1}
+    names, numbers, product = " · ".join(sizes), " · ".join(map(str, sizes.values())), math.prod(sizes.values())
+    if min(sizes.values()) < 1:
+        raise ValueError(f"{names} must each be at least 1, got {numbers}.")
+    if product == world_size:
         return
-    if world_size % (pp * tp) == 0:
-        advice = f"Set dp to {world_size // (pp * tp)}"
+    others = product // sizes["dp"]
+    if world_size % others == 0:
+        advice = f"Set dp to {world_size // others}"
     else:
-        advice = f"Choose pp · tp among the divisors of {world_size}: {_listed(divisors(world_size))}"
+        names_of_others = " · ".join(name for name in sizes if name != "dp")
+        advice = f"Choose {names_of_others} among the divisors of {world_size}: {_listed(divisors(world_size))}"
     raise ValueError(
-        f"pp · dp · tp = {pp} · {dp} · {tp} = {pp * dp * tp} must equal the number of processes, {world_size}. "
-        f"{advice}, or start {pp * dp * tp} processes (trainer.devices · trainer.num_nodes)."
+        f"{names} = {numbers} = {product} must equal the number of processes, {world_size}. "
+        f"{advice}, or start {product} processes (trainer.devices · trainer.num_nodes)."
     )
 
 
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
-    """Raises ValueError, suggesting the nearest valid sizes, if the config rules this split out."""
+    """Raises ValueError, suggesting the nearest valid sizes, if the model cannot be split like this."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
         _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
@@ -191,12 +212,15 @@ def check_schedule(schedule: str, stages_per_rank: int) -> None:
         raise ValueError(f"stages_per_rank must be {required} with schedule={schedule!r}, got {stages_per_rank}.")
 
 
-def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
+def split_layers(config: PretrainedConfig, num_stages: int, layer_parameters: float) -> list[range]:
     """Assigns layers to stages, in order, so that the largest stage has as few parameters as possible.
 
     The embedding is added to the first stage, which also holds the most activations, and the output head to the last.
+
+    Args:
+        layer_parameters: the number of parameters of a layer, on average, with all its experts.
     """
-    embedding = config.vocab_size * config.hidden_size / layer_parameters(config)
+    embedding = config.vocab_size * config.hidden_size / layer_parameters
     counts, load = [1] * num_stages, [1.0] * num_stages
     load[0] += embedding
     load[-1] += embedding
@@ -210,12 +234,6 @@ def split_layers(config: PretrainedConfig, num_stages: int) -> list[range]:
 
 def head_size(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or int(config.hidden_size // config.num_attention_heads)
-
-
-def layer_parameters(config: PretrainedConfig) -> int:
-    """Returns the number of parameters of a decoder layer, without norms and biases."""
-    attention = 2 * config.hidden_size * head_size(config) * (config.num_attention_heads + config.num_key_value_heads)
-    return int(attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def _listed(sizes: list[int]) -> str:

@@ -1,7 +1,7 @@
 """Ranks: the processes of a run, their communication, and the detection of failures.
 
 Reading order:
-    processes.py       sums, rows, messages from rank 0
+    processes.py       exchanges sums, rows and messages from rank 0
     watch.py           ends all ranks if one fails; names a rank that hangs
     role_mesh.py       roles that have separate ranks
     shared_folder.py   checks that all hosts see the same folder

@@ -66,8 +66,7 @@ class Send:
 class GatherPlan:
     """The owners, sends and rounds of an export; every rank has the same plan.
 
-    In a round each owner gathers at most one bucket, or one larger tensor; all ranks finish a round before the next
-    starts.
+    In a round, each owner gathers at most one bucket, or one larger tensor. All ranks finish it before the next one.
     """
 
     owners: Mapping[str, int]  # exported tensor → rank
@@ -81,9 +80,7 @@ def make_plan(
     """Assigns each exported tensor to an owner, balanced by bytes, and lists what other ranks send to the owner.
 
     Args:
-        layouts: the parameters.
-        sources: exported tensor → the parameters that it is computed from, in order, for example a weight and its
-            trained update.
+        sources: exported tensor → the parameters that it is computed from, for example a weight and its update.
         ranks: the ranks that may own tensors; [0] gathers everything on rank 0.
         bucket_bytes: the maximum number of bytes that a rank gathers in a round.
 
@@ -125,7 +122,7 @@ def _owners(
     owners: dict[str, int] = {}
     for unit in sorted(unit_bytes, key=lambda unit: (-unit_bytes[unit], unit)):
         largest_share = max(held_bytes[unit][rank] for rank in ranks)
-        # For balance, half of the largest share is enough. Ranks of other pipeline stages hold nothing.
+        # For balance, half of the largest share is enough. Ranks of other pipeline stages hold no part of the unit.
         candidates = [rank for rank in ranks if 2 * held_bytes[unit][rank] >= largest_share]
         owner = min(candidates, key=lambda rank: (load[rank], rank))
         owners[unit] = owner
@@ -134,7 +131,7 @@ def _owners(
 
 
 def _sends_of(layout: Layout, owner: int, sent: Counter[int]) -> list[Send]:
-    """Plans which rank sends each part that the owner lacks: the holder with the fewest bytes in `sent`."""
+    """Plans the sends of the parts that the owner lacks, each from the holder with the fewest bytes in `sent`."""
     holders: dict[Box, list[int]] = {}
     for rank, box in sorted(layout.boxes.items()):
         if math.prod(box[1]):
@@ -175,7 +172,7 @@ class PlannedGather:
     """Gathers the parameters of a sharded model whose layout never changes. Every call is collective over `group`.
 
     A rank holds at most one bucket in addition to its part of the model. With NCCL, the first transfer creates
-    connections, for which the run's default group must have been used before; Lightning's setup does that.
+    connections, which works only after a collective of the run's default group; Lightning's setup runs one.
 
     Args:
         model: the sharded model or, if this rank holds only some of its modules, the whole model on the meta device.
@@ -211,9 +208,7 @@ class PlannedGather:
     ) -> Iterator[Bucket]:
         """Yields the exported tensors that this rank owns. Rank 0 owns all; with `is_spread`, each rank owns a share.
 
-        Args:
-            held: this rank's parts with their current values.
-            bucket_bytes, part, names, is_spread: as in ParallelModel.full_parameters.
+        `held` are this rank's parts with their current values; all else is as in ParallelModel.full_parameters.
         """
         sources = tuning_of(self._model).sources(self._model, part)  # exported name → its parameters
         key = (repr(tuple(sources.items())), bucket_bytes, is_spread)
@@ -263,7 +258,7 @@ class PlannedGather:
         return dict(pairs if names == "module" else as_in_checkpoint(self._model, pairs))
 
     def _start_whole(self, name: str, held: Tensor | None) -> Tensor:
-        """Allocates the whole parameter and fills in this rank's part; returns the held parameter if it is whole."""
+        """Returns the held parameter if it is whole, otherwise a new whole tensor that contains this rank's part."""
         shape = self._shapes[name]
         if held is None:
             return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
@@ -288,7 +283,6 @@ def box_of(tensor: Tensor) -> Box:
 
 
 def part_at(whole: Tensor, box: Box) -> Tensor:
-    """Returns a view of this box of the whole parameter."""
     for axis, (start, size) in enumerate(zip(*box, strict=True)):
         whole = whole.narrow(axis, start, size)
     return whole

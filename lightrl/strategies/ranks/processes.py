@@ -159,7 +159,7 @@ class Ranks:
 
     @property
     def failed_before(self) -> str | None:
-        """Which other rank failed or stopped first, and how; None if no other rank did."""
+        """Describes the other rank that failed or stopped first; None if none did."""
         return None if self.watch is None else self.watch.failed_before
 
     def fail(self, error: BaseException) -> None:
@@ -343,7 +343,7 @@ def watch_all(control_group: dist.ProcessGroup, *, main_address: str, hang_timeo
 
 
 def allow_long_waits(group: dist.ProcessGroup) -> None:
-    """Lets RankWatch, instead of the group's timeout, end waits in this group."""
+    """Lengthens the group's timeout, so that RankWatch, not the timeout, ends waits in this group."""
     getattr(dist, "set_timeout", _set_pg_timeout)(_WATCHED_TIMEOUT, group)  # public from torch 2.14
 
 
@@ -369,7 +369,7 @@ def local(tensor: Tensor) -> Tensor:
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors on only this rank. Other ranks count gradients of `copies`.
+    Gradients are DTensors on any meshes, or whole tensors on only this rank. Those of `copies` are left to other ranks.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Checks whether all ranks share a folder: hosts may have different folders with the same name.
+"""Checks whether all ranks share a folder, since hosts may have different folders under the same path.
 
 Rank 0 creates a marker file there. The other ranks wait for it and create their own, which rank 0 must see.
 """
@@ -55,17 +55,15 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
 
 def leave_mark(folder: Path, rank: int, mark: str) -> bool:
     """Creates this rank's marker file; returns False if rank 0's file is not visible or the folder is not writable."""
-    if not _appeared([folder / mark]):
-        return False
-    try:
-        (folder / f"{mark}-{rank}").touch()
-    except OSError:
-        return False
-    return True
+    if _appeared([folder / mark]):
+        with contextlib.suppress(OSError):
+            (folder / f"{mark}-{rank}").touch()
+            return True
+    return False
 
 
 def _appeared(paths: Collection[Path]) -> list[Path]:
-    """Waits at most `VISIBLE_WITHIN_S` until all of these files exist; returns those that do."""
+    """Waits until all of these files exist, at most `VISIBLE_WITHIN_S`; returns those that exist."""
     deadline = time.monotonic() + VISIBLE_WITHIN_S
     while True:
         present = [path for path in paths if path.exists()]

@@ -32,7 +32,7 @@ from torch.distributed import DistError
 from lightrl.concurrency.owner import kill_owner, own_mark
 
 POLL_S = 0.5  # seconds between checks of the store
-GRACE_S = 10.0  # time for the main thread to exit after a different rank failed
+GRACE_S = 10.0  # time for the main thread to exit after another rank failed
 START_S = 1500.0  # limit without a step while models are loaded or downloaded; below the collectives' timeout of 1800 s
 ROLL_CALL_POLLS = 10  # after a connection breaks, a rank that publishes nothing for this many polls counts as dead
 
@@ -57,11 +57,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of a rank.
-
-    Example:
-        RankState(phase="update", num_phases=17, num_steps=3, idle_s=0.2)
-    """
+    """The state that a rank publishes, such as `RankState("update", num_phases=17, num_steps=3, idle_s=0.2)`."""
 
     phase: str
     num_phases: int  # number of phases entered so far; a rank with fewer phases is behind
@@ -95,7 +91,8 @@ def hang_message(states: Mapping[int, RankState], waiting: int, timeout_s: float
     limit = f"hang_timeout_s={timeout_s:g}"
     if states[waiting].phase == START:
         limit = f"{max(timeout_s, START_S):g} s at the start"
-    culprits = "all ranks, at the same place" if len(behind) == len(states) else "rank " + ", ".join(map(str, behind))
+    is_even = len(behind) == len(states)
+    culprits = "all ranks, which are at the same place" if is_even else "rank " + ", ".join(map(str, behind))
     return (
         f"Rank {waiting} made no progress for {limit}. It waits for {culprits}. States: {listed}. "
         "See the ranks' stacks above, or increase hang_timeout_s if the phase normally takes this long."
@@ -110,8 +107,7 @@ class RankWatch:
     Args:
         store: shared by all ranks; used by one thread only.
         rank, size: this process's rank, and the world size.
-        hang_timeout_s: how long a phase may last without a step (at startup at least START_S), and how long a rank may
-            be silent.
+        hang_timeout_s: limit of a phase without a step (at startup at least START_S), and of a rank's silence.
         end_process: ends this process immediately; tests replace it.
     """
 
@@ -147,7 +143,7 @@ class RankWatch:
         self._is_published = threading.Event()  # the current phase is published
         self._closed = threading.Event()
         self._end_lock = threading.Lock()
-        self._has_printed = False  # the failure that ends this process
+        self._has_printed = False  # whether the failure that ends this process was printed
         self.failed_before: str | None = None  # which other rank failed or stopped first, and how
         self._threads = [
             threading.Thread(target=target, name=f"lightrl-watch-{rank}", daemon=True)
@@ -199,14 +195,13 @@ class RankWatch:
         self._is_known.wait(timeout_s)
 
     def close(self) -> None:
-        """Stops watching: this rank has finished as planned, or is about to."""
+        """Stops watching, because this rank exits as planned."""
         self._closed.set()
         self._changed.set()
         for thread in self._threads:
             thread.join(5 * POLL_S)
 
     def state(self) -> RankState:
-        """Returns the current state of this rank."""
         phase, has_own_deadline = self._phases[-1]
         return RankState(
             phase=phase,
@@ -396,7 +391,7 @@ class RankWatch:
 
 
 def _may_be_a_broken_connection(error: BaseException | None) -> bool:
-    """Whether torch.distributed raised this error or its cause: gloo and NCCL raise RuntimeErrors."""
+    """Whether torch.distributed may have raised this error or its cause: gloo and NCCL raise RuntimeErrors."""
     while error is not None:
         if type(error) is RuntimeError or isinstance(error, DistError | OSError):
             return True

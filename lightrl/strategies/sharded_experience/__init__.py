@@ -10,7 +10,7 @@ only once, and if a row is dropped, the others stay where they are.
 Reading order:
     experience.py  ShardedExperience, which behaves like an Experience; TokenRows, a field with values per token
     placement.py   assigns rows to minibatches, ranks and microbatches; copies microbatches to the device
-    other_prompts.py  OtherPrompts: what a model reads if it skips rows or gets other prompts
+    other_prompts.py  OtherPrompts: the rows that a model reads, and the prompts that replace the policy's
     exchange.py    sends rows and outputs to the ranks that work on them
 """
 

@@ -65,10 +65,9 @@ def exchange(
     """Returns these fields for exactly the rows that this rank needs. Collective over all ranks of the run.
 
     Args:
-        experience: the experience that contains the rows; only their lengths are read.
+        experience: contains the rows; only their lengths are read.
         tokens: the fields to exchange. Every rank passes the same fields, even if it has none of their rows.
-        has: bool [W, B], the rows that each rank has.
-        needs: bool [W, B], the rows that each rank needs.
+        has, needs: as in `plan_sends`.
     """
     ranks, lengths = experience.ranks, experience.lengths
     # Widest dtypes first: received bytes are read in place, where each field must start at a multiple of its item size.

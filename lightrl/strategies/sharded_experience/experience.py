@@ -41,7 +41,7 @@ ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # per token
 # Values computed from each row's tokens; all ranks have them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
-_REPEATED = "_repeated_tokens"  # also such a value, but present only if rows have gaps
+_REPEATED = "_repeated_tokens"  # the same, but only if rows have gaps
 
 
 Values = np.ndarray[Any, np.dtype[Any]]
@@ -49,15 +49,10 @@ Values = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(eq=False)
 class TokenRows:
-    """A per-token field on the host: for each row, an array [tokens of the row, ...], or None if the row is elsewhere.
-
-    Args:
-        rows: B arrays, or None for rows on other ranks.
-        empty: an array [0, ...], which gives the dtype and shape of one token's value.
-    """
+    """A per-token field on the host: for each row, an array [tokens of the row, ...]; None for rows on other ranks."""
 
     rows: Sequence[Any]
-    empty: Values
+    empty: Values  # an array [0, ...], which gives the dtype and shape of one token's value
 
     @classmethod
     def of_rows(cls, rows: Sequence[Values]) -> TokenRows:
@@ -99,8 +94,7 @@ class TokenRows:
 
     def flat(self, rows: Iterable[int] | None = None) -> Values:
         """Returns the concatenated values of these rows, in this order, or of all rows: an array [N, ...]."""
-        picked = self.rows if rows is None else [self.rows[row] for row in rows]
-        return np.concatenate([self.empty, *picked])
+        return np.concatenate([self.empty, *(self.rows if rows is None else [self.rows[row] for row in rows])])
 
     def select(self, rows: Iterable[int]) -> TokenRows:
         return TokenRows([self.rows[row] for row in rows], self.empty)
@@ -115,7 +109,7 @@ class TokenRows:
         return TokenRows([old if new is None else new for old, new in zip(self.rows, added, strict=True)], self.empty)
 
     def times(self, values: Tensor) -> TokenRows:
-        """Uses this field as a mask: returns each row's number in `values` [B] where the mask is True, else 0."""
+        """Returns a field with each row's number in `values` [B] where this field, a mask, is True, and 0 elsewhere."""
         numbers = values.numpy()
         zero = numbers.dtype.type(0)
         pairs = zip(self.rows, numbers, strict=True)
@@ -149,12 +143,11 @@ class ShardedExperience:
         rows: values of all rows, [B, ...], by name. Names with a leading _ are not fields; they hold each row's token
             counts, minibatch and ranks (placement.py).
         tokens: per-token fields, by name.
-        ranks: all ranks of the run.
     """
 
     rows: Mapping[str, Tensor]
     tokens: Mapping[str, TokenRows]
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Ranks = field(default_factory=Ranks)  # all ranks of the run
 
     @classmethod
     def of(cls, experience: Experience) -> ShardedExperience:
@@ -175,9 +168,7 @@ class ShardedExperience:
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, has_rewards: bool = True) -> ShardedExperience:
         """Builds a ShardedExperience on the host, without padding or copying the trajectories' arrays.
 
-        Args:
-            trajectories: the rows, in order.
-            has_rewards: False if rewards may still be pending; all rewards are NaN until `with_rewards` sets them.
+        Without `has_rewards`, rewards may still be pending, and all are NaN until `with_rewards` sets them.
         """
         fields, rows = fields_of(trajectories, has_rewards=has_rewards)
         tokens = {name: TokenRows.of_rows(values) for name, values in rows.items()}
@@ -284,8 +275,7 @@ class ShardedExperience:
             if is_on_host(name) and tokens[name].is_whole:
                 rows[sizes_name(name)] = torch.tensor([len(codes) for codes in tokens[name].rows])
         if "gaps" in tensors and tokens["gaps"].is_whole:
-            repeated = [sum(row_lengths(gaps)) - len(gaps) for gaps in tokens["gaps"].rows]
-            rows[_REPEATED] = torch.tensor(repeated)
+            rows[_REPEATED] = torch.tensor([sum(row_lengths(gaps)) - len(gaps) for gaps in tokens["gaps"].rows])
         return replace(self, rows=rows, tokens=tokens)
 
     def select(self, index: Tensor | Sequence[int]) -> ShardedExperience:
@@ -299,8 +289,7 @@ class ShardedExperience:
         """Returns a copy with only the rollout's fields that models read.
 
         Args:
-            needs_end: bool [B], rows to extend by one loss token. A model's output for that token describes the state
-                after the trajectory.
+            needs_end: bool [B], rows to extend by one loss token, for the model's output after the trajectory.
             is_sampler: whether the model sampled the tokens; False omits columns that only the sampler reads.
         """
         rows = {  # names of token counts and of the placement start with _
@@ -338,7 +327,7 @@ class ShardedExperience:
         return Experience.of_tensors(tensors)
 
     def blank_row(self, device: torch.device) -> Experience:
-        """Returns one row of two tokens and no loss tokens, for a rank without rows that must run a forward."""
+        """Returns a row of two tokens without loss tokens, for a rank without rows that must run a forward pass."""
         rows = {  # without entries of tables, which `dense` then omits
             name: value.new_full((1, *value.shape[1:]), -1 if is_index(name) else 0)
             for name, value in self.rows.items()
@@ -397,7 +386,7 @@ def sizes_name(field: str) -> str:
 
 
 def _fill(field: str) -> float:
-    """Returns the value that the field has on tokens without a value, for example on padding."""
+    """Returns the field's value on padding and on other tokens without a value."""
     column = column_of(field)
     return 0 if column is None else column.fill
 

@@ -27,7 +27,7 @@ SAME: list[int] = []  # stands for the policy's own prompt
 
 @dataclass(frozen=True)
 class OtherPrompts:
-    """What a model reads of an iteration.
+    """The rows that a model reads, and their prompts.
 
     Args:
         prompts: for each row, the token ids to read instead of all tokens before the policy's first one; SAME for no
@@ -43,8 +43,7 @@ class OtherPrompts:
         """Makes OtherPrompts from rank 0's trajectories, and sends them to all ranks. Collective.
 
         Raises:
-            ValueError: if a trajectory gets another prompt, but has several conversations (so no single prompt) or
-                images.
+            ValueError: if a trajectory with images or several conversations (so no single prompt) gets another prompt.
         """
         values = None
         if ranks.is_main:
@@ -65,7 +64,6 @@ class OtherPrompts:
 
     @staticmethod
     def start_of(trajectory: Trajectory) -> int:
-        """Returns the index of the policy's first token."""
         start = 0
         for version, length in TokenArray[int](trajectory.weight_versions, "i").runs():
             if version >= 0:
@@ -79,10 +77,9 @@ class OtherPrompts:
         return [row for row, prompt in enumerate(self.prompts) if prompt is not None]
 
     def read(self, experience: ShardedExperience) -> ShardedExperience:
-        """Returns these rows, b of them, with the other prompts' tokens; only fields that models read.
+        """Returns these b rows with the other prompts' tokens; only fields that models read.
 
-        Tokens of a new prompt have each column's fill value. Recorded routes are left out, because the policy chose
-        them for its own prompt.
+        A new prompt's tokens get each column's fill value. Routes, recorded with the policy's prompt, are left out.
         """
         rows = self.rows
         has_new = any(self.prompts[row] for row in rows)
@@ -131,7 +128,7 @@ class OtherPrompts:
         return TokenRows(rows, empty)
 
     def _replaced(self, field: str, values: Any, row: int, length: int) -> Any:
-        """Returns a row's values, with the new prompt's values instead of the old prompt's."""
+        """Returns a row's values in `field`, with the new prompt's values instead of the old prompt's."""
         prompt, start, column = self.prompts[row], self.starts[row], column_of(field)
         if not prompt:
             return values

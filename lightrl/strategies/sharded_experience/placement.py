@@ -31,12 +31,8 @@ def balanced_shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     Source: Karmarkar and Karp, https://www2.eecs.berkeley.edu/Pubs/TechRpts/1983/6353.html; for more than two parts
     Michiels et al., https://doi.org/10.1007/978-3-540-39763-2_31.
 
-    Args:
-        lengths: tokens of each trajectory.
-        num: number of data-parallel ranks.
-
     Returns:
-        The rows of each share, in ascending order; some shares are empty if there are fewer rows than ranks.
+        The rows of each share, in ascending order; some shares are empty if there are fewer rows than shares.
     """
     if num < 1:
         raise ValueError(f"num must be at least 1, got {num}.")
@@ -79,7 +75,7 @@ def place_rows(
     Args:
         experience: all rows, on each rank; only lengths and groups are read.
         num_minibatches: maximum number of minibatches; each is balanced over the dp ranks of each role.
-        seed: seed for the random order in which minibatches are cut.
+        seed: for the random assignment of units to minibatches.
         unit: the loss unit, whose rows stay together.
         roles: the ranks of each role; the first role's ranks own the rows.
         ranks: all ranks of the run.
@@ -99,18 +95,23 @@ def place_rows(
 def _place_on_ranks(
     experience: ShardedExperience, parts: Sequence[Sequence[Sequence[int]]], roles: Sequence[Ranks]
 ) -> ShardedExperience:
-    """Assigns the rows of each minibatch, given as units, to the dp ranks of each role."""
+    """Assigns the rows of each minibatch, given as units, to the dp ranks of each role, and so to ranks of the run.
+
+    Sets `_dp_rank_<dp size>` [B], shared by roles of that size; `_work` [B, W], True where a rank works on a row for
+    any role; and `_owner` [B], the one rank whose `local` contains a row.
+    """
     num_tokens = experience.forward_tokens.tolist()
-    dp_ranks = {role.dp_size: torch.zeros(len(experience), dtype=torch.int64) for role in roles}
+    dp_ranks = {role.dp_size: torch.zeros(len(experience), dtype=torch.int64) for role in roles}  # dp size → [B]
     for units in parts:
         sizes = [sum(num_tokens[row] for row in rows) for rows in units]
         for dp_size, dp_rank_of in dp_ranks.items():
             for dp_rank, share in enumerate(balanced_shares(sizes, dp_size) if dp_size > 1 else ()):
-                dp_rank_of[[row for item in share for row in units[item]]] = dp_rank
+                rows_of_share = [row for index in share for row in units[index]]
+                dp_rank_of[rows_of_share] = dp_rank
     placed = experience.with_tensors({f"_dp_rank_{dp_size}": value for dp_size, value in dp_ranks.items()})
-    work = functools.reduce(torch.logical_or, [rows_by_rank(placed, role) for role in roles])
-    first = torch.tensor([members[0] for members in roles[0].dp_members])
-    return placed.with_tensors({"_work": work.T, "_owner": first[dp_ranks[roles[0].dp_size]]})
+    works = functools.reduce(torch.logical_or, [rows_by_rank(placed, role) for role in roles])  # [W, B]
+    first_members = torch.tensor([members[0] for members in roles[0].dp_members])
+    return placed.with_tensors({"_work": works.T, "_owner": first_members[dp_ranks[roles[0].dp_size]]})
 
 
 def rows_by_rank(experience: ShardedExperience, role: Ranks) -> Tensor:
@@ -123,7 +124,6 @@ def rows_by_rank(experience: ShardedExperience, role: Ranks) -> Tensor:
 
 
 def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
-    """Returns the rows of each dp rank."""
     if ranks.dp_size == 1:
         return [list(range(len(experience)))]
     dp_rank_of = experience.rows[f"_dp_rank_{ranks.dp_size}"]
@@ -146,15 +146,9 @@ def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> lis
 def microbatch_rows(
     experience: ShardedExperience, ranks: Ranks, max_tokens: int, *, unit: LossUnit = "trajectory"
 ) -> list[list[int]]:
-    """Returns the rows of each of this rank's microbatches.
+    """Returns the rows of each of this rank's microbatches; a unit of more than `max_tokens` tokens gets its own.
 
     Every rank gets the same number, because all ranks of a sharded model run together; a rank's last ones may be empty.
-
-    Args:
-        experience: all rows, on each rank; only lengths, groups and placement are read.
-        ranks: the ranks of the role.
-        max_tokens: token limit of a microbatch; a larger unit gets a separate microbatch.
-        unit: the loss unit, whose rows stay together.
     """
     num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)
     parts = []
@@ -172,7 +166,6 @@ class Microbatches(Sequence[Experience]):
     Args:
         experience: on the host; this rank must have the tokens of the rows.
         rows: the rows of each microbatch; an empty microbatch becomes a blank row.
-        device: device of the tensors.
     """
 
     def __init__(self, experience: ShardedExperience, rows: Sequence[Sequence[int]], device: torch.device) -> None:

@@ -19,6 +19,7 @@ from lightrl.workflows.agent_workflow.command import (
     AgentLimits,
     AgentResult,
     StartProgram,
+    hide_secrets,
     row_folder,
     run_under_guard,
 )
@@ -29,5 +30,5 @@ from lightrl.workflows.agent_workflow.protocol import RequestPattern
 from lightrl.workflows.agent_workflow.workflow import AgentWorkflow
 
 __all__ = ["AgentLimits", "AgentResult", "AgentWorkflow", "FrozenModel", "PolicyAccess", "RequestPattern"]
-__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "row_folder", "run_under_guard"]
+__all__ += ["AgentCommand", "AgentFailed", "StartProgram", "hide_secrets", "row_folder", "run_under_guard"]
 __all__ += ["serving_policy"]

@@ -1,8 +1,8 @@
 """AgentCommand: runs a program as an agent, in a folder that is kept until the reward has read it.
 
-The sandbox's guard (lightrl/rewards/sandbox/guard) creates the folder. It contains `work`, a copy of the template in
-which the program runs, `home`, `tmp` and `task.txt`. The guard kills the program and all its children when the program
-exits, on cancellation, and when this process dies. It keeps the folder if the program exited.
+The sandbox's guard (lightrl/rewards/sandbox/guard) creates the folder. It contains `home`, `tmp`, `task.txt` and
+`work`, a copy of the template, in which the program runs. The guard kills the program and all its children when the
+program exits, on cancellation, and when this process dies. It keeps the folder if the program exited.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _GRACE_S = 10.0  # time for a guard to kill its processes and remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
 _READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
-# The deadline bounds the CPU time.
+# No limit of its own on CPU time, which the deadline bounds.
 _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
 _UNBOUNDED = 1 << 30
 _TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
-# Runs the guard's request for a prompt, and returns a reply as the guard's.
+# Runs a prompt's request for the guard elsewhere; returns a reply like the guard's.
 StartProgram = Callable[[dict[str, Any], Prompt], Awaitable[dict[str, Any]]]
 OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that have no effect on a function
 _INTERPRETERS = ("python3", "python", "node")  # on PATH, these may be links into other folders
@@ -70,7 +70,7 @@ _ARGUMENT_LIMITS = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes the parent of this process's agent folders, which is removed at exit; removes those of dead processes."""
+    """Makes the parent of this process's agent folders, removed at exit; removes parents that dead processes left."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -86,9 +86,9 @@ class AgentLimits:
 
     Args:
         memory_mib: memory of all processes of a program together.
-        disk_mib: size of each file and, checked about once a second, of all files together.
+        disk_mib: size of each file, and of all files together (checked about once a second).
         processes: processes and threads of a program; it cannot start more.
-        requests: answers to the agent, and its requests to frozen models.
+        requests: the policy's answers, plus requests to frozen models.
         turns: answers in one conversation.
         rows: conversations that are trained on; each branch counts.
         total_tokens: tokens of all the agent's rows, which form one microbatch; an answer is cut at this limit.
@@ -116,13 +116,13 @@ class AgentResult:
     """An agent's reward, together with its folder and output.
 
     Args:
-        rewards: more rewards, by the id of the response that earns each; `<id>/<index>` if it is not the first of `n`.
+        rewards: more rewards, by response id; `<id>/<index>` for a choice after the first of `n`.
     """
 
     reward: float | None = None
     workspace: str | None = None  # a folder for the reward function, deleted afterwards
     output: str = ""
-    is_truncated: bool = False  # ended by a limit
+    is_truncated: bool = False  # whether a limit ended the agent
     rewards: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -150,7 +150,7 @@ class AgentCommand:
     # Parent of the agents' folders, made by the process that computes rewards: workflow workers may exit earlier.
     root: str = field(default_factory=lambda: root_of(os.getpid()))
     layers: list[str] | None = None  # the protections in force; None before the first run
-    start: StartProgram | None = None  # None: under the guard
+    start: StartProgram | None = None  # None runs the program under the guard
 
     async def run(self, prompt: Prompt, base_url: str, api_key: str) -> AgentResult:
         """Runs the program until it exits; raises RolloutError if it cannot be started or fails."""
@@ -178,7 +178,7 @@ class AgentCommand:
             if not is_contained and "view" not in self.layers:
                 text = "Agents see this machine's /etc, and have neither a user name nor a /tmp. %s"
                 log.warning(text, what_to_allow())
-        output = self.without_secrets(reply["stdout"])
+        output = self.without_secrets(reply["stdout"], reply.get("secrets"))
         if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
             text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
             log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
@@ -205,18 +205,11 @@ class AgentCommand:
                 return f"{how}. It cannot read {word}: add it or its folder to readable"
         return how
 
-    def without_secrets(self, text: str) -> str:
-        """Replaces secrets by the `{env:NAME}` that they come from, because output and messages are logged."""
+    def without_secrets(self, text: str, others: Mapping[str, str] | None = None) -> str:
+        """Replaces secrets by the `{env:NAME}` that they come from, and others by their names; output is logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
-        secret_names = {os.environ[name]: name for name in names if os.environ.get(name)}
-        matches_nothing = "(?!)"
-        pattern = re.compile("|".join(map(re.escape, sorted(secret_names, key=len, reverse=True))) or matches_nothing)
-        if len(text.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
-            # Only the end of the output is here. It may start within a secret, at most as long as the longest.
-            longest = max(map(len, map(os.fsencode, secret_names)), default=0)
-            ends = [match.end() for match in pattern.finditer(text) if match.start() < longest]
-            text = text[max([longest, *ends]) :]
-        return pattern.sub(lambda match: f"{{env:{secret_names[match[0]]}}}", text)
+        own = {os.environ[name]: f"{{env:{name}}}" for name in names if os.environ.get(name)}
+        return hide_secrets(text, {**(others or {}), **own})  # at once: the first pass shortens output that was cut
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
@@ -259,12 +252,24 @@ class AgentCommand:
         return request | {"limits": self.limits.of_program(timeout_s + 10)}  # the caller's deadline expires first
 
 
+def hide_secrets(output: str, names: Mapping[str, str]) -> str:
+    """Replaces secrets by their names in a program's output."""
+    matches_nothing = "(?!)"
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or matches_nothing)
+    if len(output.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
+        # The output was cut and may start inside a secret, so drop the length of the longest secret.
+        longest = max(map(len, map(os.fsencode, names)), default=0)
+        ends = [match.end() for match in pattern.finditer(output) if match.start() < longest]
+        output = output[max([longest, *ends]) :]
+    return pattern.sub(lambda match: names[match[0]], output)
+
+
 def _filled(text: str, values: Mapping[str, object]) -> str:  # leaves other braces unchanged
     return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), text)
 
 
 def row_folder(setting: str, path: str | None, values: Mapping[str, object]) -> str | None:
-    """Returns a row's folder, whose columns replace the `{name}`s in a path; raises OSError if there is none."""
+    """Fills a path's `{name}`s with a row's columns; raises OSError unless it is a folder in the path's fixed part."""
     folder = path and _filled(path, values)
     expansion = f"{setting}={path!r} expands to {folder!r}"
     if folder is not None and not Path(folder).is_dir():
@@ -304,7 +309,7 @@ def _files_that_run(program: str, search_path: str) -> list[str]:
 
 
 def _interpreters(file: str, search_path: str) -> list[str]:
-    """Returns the programs that the first lines of a script name."""
+    """Returns the programs named in a script's first lines."""
     try:
         with Path(file).open("rb") as script:
             start = os.fsdecode(script.read(4096))
@@ -324,10 +329,9 @@ def _interpreters(file: str, search_path: str) -> list[str]:
 
 
 def _with_libraries(folders: set[str], *, has_home: bool = True) -> set[str]:
-    """Adds the targets of links, and the parent of each `bin`, for its libraries; for `~/.local/bin`, only the `lib`.
+    """Adds the targets of links, and the parent of each `bin`, which contains the program's libraries.
 
-    Args:
-        has_home: whether to add parents that are in the user's home.
+    Adds only the `lib` of a parent like `~/.local`, which may contain keys. Without `has_home`, adds none in the home.
     """
     homes = {Path.home(), Path.home().resolve()}
     paths = {each for folder in map(Path, folders) for each in (folder, folder.resolve())}
@@ -357,13 +361,11 @@ def check_command(
     for name, value in environment.items():
         for secret in _SECRET.findall(value):
             if secret not in os.environ:
-                raise ValueError(
-                    f"environment has {name}: {value!r}, but {secret} is not set. Export it before the run."
-                )
+                raise ValueError(f"environment has {name}: {value!r}, but {secret} is not set. Export it first.")
     for path in readable:
         real = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
         if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
-            raise ValueError(f"readable has {path!r}, which must be an existing file or folder, not a system folder.")
+            raise ValueError(f"readable must name existing files or folders, not system folders, got {path!r}.")
         if f"{Path.home().resolve()}/".startswith(f"{real}/"):
             raise ValueError(f"readable has {path!r}, which exposes your home. Name only the folders that agents need.")
     if isinstance(network, str):
@@ -376,10 +378,7 @@ def check_command(
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes an agent's folder under `root_of`, in a thread because it may be large.
-
-    Ignores any other folder, because a recorded trajectory may name one.
-    """
+    """Deletes an agent's folder, in a thread because it may be large; ignores others, which a recording may name."""
     if workspace is None:
         return
     folder = Path(workspace).parent

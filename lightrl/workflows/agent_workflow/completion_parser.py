@@ -95,7 +95,7 @@ def _without_misread_tags(parsed: ParsedCompletion, text: str) -> ParsedCompleti
     """Returns a library's result, corrected where the library mistook a quoted tag for a real one."""
     by_text = parse_text(text, parse_hermes)
     errors, text_errors = ([call.error for call in each.calls if call.error] for each in (parsed, by_text))
-    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the rest after a quoted tag in a call
+    if parsed.calls and not errors and "</tool_call>" in parsed.content:  # the call was cut at a quoted tag
         errors = ["the call's arguments quote </tool_call>, which ends a call in this format; write it differently"]
         parsed = replace(parsed, calls=[ToolCall(error=errors[0])])
     if errors and by_text.calls and not text_errors:

@@ -97,11 +97,7 @@ class OpenAIEndpoint:
         self._listener = Listener()
 
     async def start(self) -> None:
-        """Opens the port and waits for it; does nothing if it is already open.
-
-        Raises:
-            RolloutError: if no port can be opened.
-        """
+        """Opens the port unless it is already open; raises RolloutError if that fails."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop or self._serving is None or self._serving.done():
             _warn_of_proxy(self.host)
@@ -125,10 +121,7 @@ class OpenAIEndpoint:
     async def serving(
         self, session: AgentSession | PolicyAccess, name: str | None = None
     ) -> AsyncIterator[tuple[str, str]]:
-        """Yields the base_url and the key of this session, which is open until the end of the block.
-
-        Waits while `max_sessions` other sessions are open.
-        """
+        """Yields a session's base_url and key, then closes it; waits while `max_sessions` other sessions are open."""
         assert self._port is not None, "call start first"
         assert self._slots is not None, "call start first"
         async with self._slots:
@@ -142,7 +135,6 @@ class OpenAIEndpoint:
                 session.close()
 
     async def _serve(self, port: asyncio.Future[int]) -> None:
-        """Serves until it is cancelled."""
         app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         app.router.add_get("/sessions/{session}/v1/models/{model:.+}", self._model)
@@ -251,7 +243,7 @@ class OpenAIEndpoint:
         return self.key or hmac.new(self._secret, name.encode(errors="surrogateescape"), hashlib.sha256).hexdigest()
 
     def _session(self, name: str) -> Any:
-        """Returns what answers the requests of a base_url: an AgentSession or a PolicyAccess."""
+        """Returns the AgentSession or PolicyAccess behind a base_url."""
         session = self._sessions.get(name)
         if session is None:
             raise RequestRefused(
@@ -267,12 +259,9 @@ class OpenAIEndpoint:
 def serving_policy(
     access: PolicyAccess, *, host: str = LOOPBACK, port: int = 0, key: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yields a base_url at which tools may evaluate the policy until the end of the block, and its key.
+    """Yields a base_url and its key; tools can evaluate the policy there until the end of the block.
 
-    The endpoint has an event loop and a thread of its own, so that the caller may block.
-
-    Raises:
-        RolloutError: if the port cannot be opened.
+    The server has its own event loop and thread, so the caller may block. Raises RolloutError if no port can be opened.
     """
 
     async def opened() -> tuple[str, str]:
@@ -293,7 +282,6 @@ def serving_policy(
 
 
 def _requested_model(body: bytes) -> str:
-    """Returns the name of the model that a request asks for, or an empty string."""
     try:
         return str(json.loads(body)["model"])
     except (KeyError, RecursionError, TypeError, ValueError):
@@ -301,13 +289,13 @@ def _requested_model(body: bytes) -> str:
 
 
 def _model_of(name: str) -> JsonObject:
-    """Returns a model as OpenAI's and Anthropic's clients expect it."""
+    """Describes a model in the form that OpenAI's and Anthropic's clients expect."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "lightrl"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def is_every_address(host: str) -> bool:
-    """Returns whether a port bound to this host is open at all addresses of the machine: "", "0", "0.0.0.0", "::0"."""
+    """Returns whether a port bound to this host is open on all addresses of the machine, as with "", "0" and "::0"."""
     try:
         addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)]
     except (OSError, UnicodeError):  # a name

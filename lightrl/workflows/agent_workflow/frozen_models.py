@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 _CONNECT_S = 30.0
 _TOTAL_S = 3600.0
-_PASSED = ("Content-Type", "anthropic-version", "anthropic-beta")  # headers of the request and of the answer
+_PASSED = ("Content-Type", "anthropic-version", "anthropic-beta")  # headers forwarded in both directions
 _CHUNK = 1 << 16
 
 
@@ -27,8 +27,7 @@ class FrozenModel:
     Args:
         url: base URL of the server's API, including `/v1`.
         model: the server's name for the model; None sends the agent's name.
-        api_key_variable: the environment variable that contains the server's key, which agents do not see; None sends
-            no key.
+        api_key_variable: the environment variable with the server's key, which agents do not see; None sends no key.
     """
 
     url: str
@@ -37,17 +36,13 @@ class FrozenModel:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise ValueError(f"models has the url {self.url!r}, which must start with http:// or https://.")
+            raise ValueError(f"The url of a frozen model must start with http:// or https://, got {self.url!r}.")
         if self.api_key_variable is not None and not os.environ.get(self.api_key_variable):
             raise ValueError(f"models has api_key_variable={self.api_key_variable!r}, which is not set. Export it.")
 
 
 async def forward(request: web.Request, body: bytes, path: str, model: FrozenModel) -> web.StreamResponse:
-    """Forwards a request to a frozen model, and streams the answer back.
-
-    Raises:
-        RequestRefused: if the server cannot be reached.
-    """
+    """Forwards a request to a frozen model and streams the answer; raises RequestRefused if it is unreachable."""
     fields = json.loads(body)  # encoded again, since a server may read a repeated key differently
     body = json.dumps({**fields, "model": model.model or fields["model"]}).encode()
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}

@@ -67,7 +67,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class AgentRequest:
-    """A request that can be served."""
+    """A validated chat request, in the same form for all protocols."""
 
     messages: list[JsonObject]  # for chat templates: content is text or parts, call arguments are objects
     tools: list[JsonObject] = field(default_factory=list)  # functions with JSON schemas that the policy may call
@@ -105,14 +105,12 @@ class RequestPattern:
     def __post_init__(self) -> None:
         patterns = {item.name: getattr(self, item.name) for item in fields(self)}
         if not any(patterns.values()):
-            raise ValueError("A pattern of untrained needs model, system or tools.")
+            raise ValueError("Each pattern of untrained needs model, system or tools.")
         for name, pattern in patterns.items():
             try:
                 re.compile(pattern or "")
             except re.error as error:
-                raise ValueError(
-                    f"untrained has {name}: {pattern!r}, which must be a regular expression: {error}."
-                ) from error
+                raise ValueError(f"untrained has {name}: {pattern!r}, which is not a valid regex: {error}.") from error
 
     def matches(self, request: AgentRequest) -> bool:
         tools = " ".join(str(tool.get("function", tool).get("name")) for tool in request.tools + request.hidden_tools)
@@ -171,7 +169,7 @@ class Exchange(ABC):
     Args:
         body: the request's JSON.
         rules: the workflow's settings.
-        items: output items of the session's responses, by id, to which later requests may refer; answers add more.
+        items: output items of the session's responses, by id; later requests may refer to them, and answers add more.
 
     Raises:
         RequestRefused: if the request is malformed, or requests something that cannot be served.
@@ -435,9 +433,7 @@ def _text_of_file(part: JsonMapping) -> str:
     with contextlib.suppress(ValueError):
         if kind.startswith("text/"):
             return base64.b64decode(encoded, validate=True).decode()
-    raise RequestRefused(
-        f"The policy cannot read the file {name!r:.80} of type {kind!r:.80}. Send its text, or its pages as images."
-    )
+    raise RequestRefused(f"The policy cannot read {name!r:.80} of type {kind!r:.80}. Send text, or pages as images.")
 
 
 def with_one_system_message(messages: Sequence[JsonObject]) -> list[JsonObject]:

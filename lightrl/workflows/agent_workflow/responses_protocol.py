@@ -145,7 +145,6 @@ class ResponsesExchange(Exchange):
         }
 
     def _items(self, answer: Answer) -> list[JsonObject]:
-        """Returns the output items: thinking, text, calls."""
         items: list[JsonObject] = []
         if answer.reasoning:
             text = [{"type": "reasoning_text", "text": answer.reasoning}]

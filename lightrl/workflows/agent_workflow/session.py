@@ -83,7 +83,7 @@ class _Snapshot:
     answer_id: str  # the request's id; for choices after the first, followed by their index
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
-    num_row_tokens: int  # all tokens; 0 if not trained on, or if a longer conversation that is trained on continues it
+    num_row_tokens: int  # all tokens; 0 if untrained, or if a longer trained conversation continues this one
     parent: _Snapshot | None
 
 
@@ -214,8 +214,7 @@ class AgentSession:
         """Returns all requests and answers as one trajectory, without answers that are not trained on.
 
         Args:
-            reward: the agent's reward, placed on the last token; None without `rewards` leaves `Trajectory.rewards`
-                unset.
+            reward: placed on the last token; None without `rewards` leaves `Trajectory.rewards` unset.
             rewards: more rewards, by an answer's id, each placed on the answer's last token.
             is_truncated: whether a limit ended the agent, rather than only refusing a request.
 
@@ -437,7 +436,7 @@ class AgentSession:
         return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Calls `encode`, in a thread for long messages and images, so that others continue; returns its result."""
+        """Returns the result of `encode`; long messages and images run in a thread, so that other sessions go on."""
         contents = [message["content"] for message in request.messages]
         has_images = any(isinstance(content, list) for content in contents)
         if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:
@@ -503,7 +502,7 @@ class AgentSession:
             hint = f" {way_out(request)}" if encoded.grammar else ""
             raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:
-            raise RolloutError(f"The policy generated no token for prompt {self.prompt.id!r}.")
+            raise RolloutError(f"The policy generated no tokens for prompt {self.prompt.id!r}.")
         left = self._num_tokens_left(encoded, conversation)  # other answers may have arrived meanwhile
         if left < 1:
             used = self._num_other_tokens(encoded) + len(token_ids)
@@ -543,7 +542,6 @@ def _has_images(conversation: Conversation) -> bool:
 
 
 def _bare_id(answer_id: str) -> str:
-    """Removes a protocol's prefix from an answer's id."""
     return re.sub(r"^(chatcmpl-|msg_|resp_)", "", answer_id)
 
 
@@ -556,7 +554,7 @@ def _join(requests: Sequence[_Snapshot]) -> tuple[Conversation, int, list[int]]:
     """Joins the conversations, each as a branch after the longest prefix shared with a row.
 
     Returns:
-        the joined conversation, its number of rows, and the index of each request's last turn.
+        The joined conversation, its number of rows, and the index of each request's last turn.
     """
     joined = requests[0].conversation.copy()
     last_turns = [len(joined.turns) - 1]
@@ -586,9 +584,7 @@ def _num_equal(left: _Ids, right: _Ids) -> int:
 
 
 def _template_failed(error: BaseException) -> RequestRefused:
-    return RequestRefused(
-        f"The chat template raised {type(error).__name__}: {error}. Send messages that it can render."
-    )
+    return RequestRefused(f"The chat template raised {type(error).__name__}: {error}. Send messages it can render.")
 
 
 def _session_over() -> RequestRefused:

@@ -67,17 +67,16 @@ class AgentWorkflow(Workflow):
             loop with the engine and must not block it; a sync one runs in a thread. At the deadline, an async function
             is cancelled; a thread cannot be cancelled, so it is abandoned and its session is closed.
         command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
-            the deadline the program and its children are killed. If the kernel allows, it can reach only the endpoint.
+            the deadline the program and its children are killed. If the kernel allows it, they reach only the endpoint.
         workspace_template: a folder; each program runs in a copy of it.
         environment: more environment variables for the program, which inherits only PATH from this process.
-            `{env:NAME}` is a variable of this process, for secrets.
+            `{env:NAME}` inserts a variable of this process, for secrets.
         readable: more files and folders that the program may read.
         network: `none`, `allow` (this machine's network), or hosts that the program may reach through an HTTP proxy.
         limits: limits of one agent.
-        agent_timeout_s: deadline of one call of the function, or of one run of the program; a row's column of this name
-            overrides it.
+        agent_timeout_s: deadline of one call or run of the agent; a row's column of this name overrides it.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
-        max_tokens: maximum number of tokens in a conversation; at most, and by default, the model's context. A longer
+        max_tokens: maximum number of tokens in a conversation; the model's context by default, and never more. A longer
             request is refused (`context_length_exceeded`), and the trajectory is truncated.
         models: more model names that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each stands
             for `policy` or for a `FrozenModel`, whose answers are not trained on.
@@ -97,8 +96,7 @@ class AgentWorkflow(Workflow):
             `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
-        ValueError: if a limit is out of range, a dotted path or the renderer does not exist, or the chat template does
-            not work for several turns.
+        ValueError: for a limit out of range, an unknown path or renderer, or a chat template that fails after a turn.
     """
 
     own_timeout_s = None  # agent_timeout_s bounds the whole call
@@ -150,8 +148,7 @@ class AgentWorkflow(Workflow):
         self.template: TurnRenderer = TurnRenderer(tokenizer)
         if self.template.chat_template is None:
             raise ValueError(
-                "The tokenizer has no chat template to render the agent's messages. Set data.chat_template to a Jinja "
-                "file."
+                "The tokenizer has no chat template for agents' messages. Set data.chat_template to a Jinja file."
             )
         self.template.check_template("user", [])
         names = models or {}
@@ -159,7 +156,7 @@ class AgentWorkflow(Workflow):
         frozen = {name: model for name, model in names.items() if isinstance(model, FrozenModel)}
         if unknown := names.keys() - {*aliases, *frozen}:
             name = min(unknown)
-            raise ValueError(f"models has {name}: {names[name]!r}, which must be policy or a frozen model with a url.")
+            raise ValueError(f"models.{name} must be {MODEL} or a frozen model with a url, got {names[name]!r}.")
         policy_names = (*dict.fromkeys([MODEL, *aliases]),) if MODEL not in frozen else (*aliases,)
         self.rules = RequestRules(policy_names, ignore, untrained, unsent_thinking == "keep")
         self.endpoint = OpenAIEndpoint(max_sessions=max_agents, host=endpoint_host, frozen=frozen)

@@ -35,8 +35,7 @@ _KEEP_HISTORY: tuple[JsonObject, ...] = (
     {"enable_thinking": False},
 )
 
-
-# Attributes of a Conversation with a number for each token, and the columns that they become in a Trajectory.
+# A Conversation's per-token attributes → the columns that they become in a Trajectory.
 _PER_TOKEN = {name: TOKENS[name] for name in ("token_ids", "loss_mask", "weight_versions")}
 _PER_TOKEN["logprobs"] = TOKENS["behavior_logprobs"]
 
@@ -52,11 +51,7 @@ class TurnRenderer(ChatTemplate):
     """
 
     def check_template(self, role: str, tools: Sequence[JsonObject]) -> None:
-        """Renders a short conversation in which the policy thinks and a message with this role replies.
-
-        Raises:
-            ValueError: if the template rewrites history or cannot render such a message.
-        """
+        """Raises ValueError if the template rewrites a turn with thinking, or cannot render this role's reply to it."""
         tool_arguments = {"tools": list(tools)} if tools else {}
         rewriting_error = None if self.chat_template is None else self._rewriting_error(role, tool_arguments)
         if rewriting_error is None:
@@ -109,11 +104,7 @@ class TurnRenderer(ChatTemplate):
         raise _RewritesHistory(_rewriting_message(self.render(chats[0], arguments), before + content))
 
     def take_images(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], tuple[str, ...]]:
-        """Returns an environment's messages without their image data, and the images as data: URLs.
-
-        Raises:
-            RolloutError: if an image cannot be decoded, or this policy cannot read images.
-        """
+        """Moves images out of messages, as data: URLs; raises RolloutError if the policy cannot read one."""
         with user_code(lambda error: _image_error(messages, error)):
             bare, images = take_images(messages, folder=Path())
             if images and self.image_reader is None:
@@ -204,26 +195,26 @@ class Conversation:
         return other
 
     def compact(self, before: Conversation) -> None:
-        """Stores only what this conversation adds to `before`, from which it was copied; both stay readable.
+        """Stores only what this conversation adds to `before`, from which it was copied.
 
-        Thus the snapshots of a long conversation store each token only once, although each can be continued. Earlier
-        tokens then have the columns of `before`, as after `add_branch`.
+        The snapshots of a long conversation thus store each token only once. `__getattr__` joins the parts when an
+        attribute is read. Earlier tokens then have the columns of `before`, as after `add_branch`.
         """
         num, total = before.turns[-1].end, self.turns[-1].end
         added: dict[str, Any] = {
             name: TokenArray.joined([getattr(self, name)[num:]], column.code, as_runs=column.as_runs)
             for name, column in _PER_TOKEN.items()
         }
-        columns = cut(self.columns, total, num, total)  # slices, which keep the whole array in memory
+        columns = cut(self.columns, total, num, total)  # slices, copied below so that the whole array can be freed
         added["columns"] = {name: TokenArray.of_stored(*part.stored, part.code) for name, part in columns.items()}
         if self.text.startswith(before.text):  # False if the template changed whitespace
             added["text"] = self.text[len(before.text) :]
         for name in added:
-            delattr(self, name)
+            delattr(self, name)  # `__getattr__` restores it
         self._before, self._added = before, added
 
     def __getattr__(self, name: str) -> Any:
-        """Restores what `compact` has removed."""
+        """Joins the parts of an attribute that `compact` removed, from the oldest conversation to this one."""
         if name not in (*_PER_TOKEN, "columns", "text"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}.")
         parts, starts, conversation = list[Any](), list[int](), self
@@ -329,11 +320,7 @@ class Conversation:
         self._opening, self.images, self._num_shown = other._opening, other.images, other._num_shown
 
     def trajectory(self, rewards: Sequence[float], *, is_truncated: bool, metrics: dict[str, float]) -> Trajectory:
-        """Returns the trajectory up to the last token that the policy generated.
-
-        Args:
-            rewards: one per turn, placed on the turn's last token.
-        """
+        """Returns the trajectory up to the policy's last token, with each turn's reward on the turn's last token."""
         last = self.turns[-1]
         reward_runs: list[tuple[float, int]] = []
         starts = [0, *(turn.end for turn in self.turns[:-1])]

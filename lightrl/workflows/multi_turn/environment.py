@@ -71,8 +71,7 @@ class Environment(ABC):
         """Answers one turn.
 
         Args:
-            completion: the policy's text, without special tokens. A completion that was cut off ends the trajectory
-                without this call.
+            completion: the policy's text, without special tokens. `step` never gets a completion that was cut off.
 
         Returns:
             What the policy reads next (ignored when done), this turn's reward, and whether it was the last turn.
@@ -101,10 +100,7 @@ class CheckedStep:
 
     @classmethod
     def of(cls, value: object, name: str) -> CheckedStep:
-        """
-        Raises:
-            RolloutError: unless the value is (observation, finite number, bool), with an observation unless done.
-        """
+        """Raises RolloutError unless `value` is (observation, finite number, bool), with an observation unless done."""
         if not isinstance(value, tuple | list) or len(value) != 3:
             raise RolloutError(f"{name}.step must return (observation, reward, done), got {value!r:.200}.")
         observation, reward, done = value
@@ -116,9 +112,7 @@ class CheckedStep:
             )
         messages = as_messages(observation, f"{name}.step")
         if not messages and not done:
-            raise RolloutError(
-                f"{name}.step returned no observation and done=False. Return some text for the policy, or done=True."
-            )
+            raise RolloutError(f"{name}.step returned no observation and done=False. Return some text, or done=True.")
         return cls(messages, number, bool(done))
 
 
@@ -134,11 +128,7 @@ def checked_metrics(value: object, name: str) -> dict[str, float]:
 
 
 def as_messages(observation: object, name: str) -> list[JsonObject]:
-    """Returns an observation as chat messages.
-
-    Raises:
-        RolloutError: if it is not an Observation, or if it is too long.
-    """
+    """Returns an observation as chat messages; raises RolloutError if it is not an Observation, or too long."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -186,8 +176,8 @@ class RetryWithFeedback(Environment):
     sum to its best reward, so failing at first never pays off.
 
     Args:
-        reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. It gets `prompt`
-            and `completion` but no token ids, and runs in a thread of this process, with the deadline of a step.
+        reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. The Trajectory
+            has `prompt` and `completion` but no token ids. The function runs in a thread, with the deadline of a step.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
             metrics, such as `{format}`. Other placeholders are left unchanged, as in `End with {answer}`.
         solved_reward: a completion with at least this reward ends the trajectory.

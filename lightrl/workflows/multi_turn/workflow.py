@@ -1,8 +1,6 @@
 """MultiTurn: a conversation between the policy and an environment, as one trajectory.
 
-    reset(prompt) ─► policy's turn ─► step(completion) ─► observation ─► policy's turn ─► … ─► done, or a limit
-
-T is the number of tokens of the trajectory, prompt included.
+reset(prompt) ─► policy's turn ─► step(completion) ─► observation ─► policy's turn ─► … ─► done, or a limit
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class MultiTurn(Workflow):
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new environment for each trajectory.
         max_turns: maximum number of policy turns in one trajectory.
-        max_tokens: maximum number of tokens in the trajectory; at most, and by default, the model's context.
+        max_tokens: maximum number of tokens in the trajectory; the model's context by default, and never more.
         discount: a reward is multiplied by this factor once for each earlier turn.
         truncated_reward: the reward of a completion that was cut off; the environment does not see that completion.
         time_limit_s: time limit of one trajectory. When it expires, an unfinished completion is discarded, and a
@@ -172,20 +170,17 @@ class MultiTurn(Workflow):
 
 
 async def answer_or_replay(
-    log: TurnLog, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
+    turn_log: TurnLog, environment: Environment, method: str, prompt: Prompt, *arguments: object, timeout_s: float
 ) -> Any:
     """Returns the environment's answer; does not call the environment if the earlier run recorded the answer.
 
-    Raises:
-        RolloutError: if the call fails, or if its answer or the environment's state cannot be stored as JSON.
+    Raises RolloutError if the call fails, or if its answer or the environment's state cannot be stored as JSON.
     """
     name = f"{type(environment).__name__}.{method}"
-    if log.num_given < len(log.answers):
-        recorded_method, answer, state = log.answers[log.num_given]
+    if turn_log.num_given < len(turn_log.answers):
+        recorded_method, answer, state = turn_log.answers[turn_log.num_given]
         if recorded_method != method:
-            raise RolloutError(
-                f"The resumed run calls {name} at a point where the earlier run called {recorded_method!r}."
-            )
+            raise RolloutError(f"The resumed run calls {name} where the earlier run called {recorded_method!r}.")
         environment.load_state_dict(prompt, state)
     else:
         returned = await call_environment(environment, method, *arguments, timeout_s=timeout_s)
@@ -196,8 +191,8 @@ async def answer_or_replay(
                 f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). "
                 "An environment with state_dict must return only values that JSON can store."
             ) from error
-        log.answers.append((method, answer, state))
-    log.num_given += 1
+        turn_log.answers.append((method, answer, state))
+    turn_log.num_given += 1
     return answer
 
 

@@ -1,11 +1,11 @@
-"""Task folders: Harbor's format as data, its environment as the agent's machine, and its tests as the reward.
+"""Task folders in Harbor's format: their environment is the agent's machine, and their tests give the reward.
 
 Reading order:
     folder.py      TaskFolder: one folder (instruction.md, task.toml, environment/, tests/)
-    rows.py        rows: a folder of tasks as data; prepares their environments
+    rows.py        rows: turns a folder of tasks into data, and prepares their environments
     workflow.py    TaskWorkflow: an AgentWorkflow whose agent works in the task's environment
-    verifier.py    Verifier: runs the tests on what the agent left
-    runtime.py     Runtime, the interface of machines, and the names that the setting `runtime` knows
+    verifier.py    Verifier: runs the tests on the agent's work
+    runtime.py     Runtime, the interface to machines, and the built-in values of the setting `runtime`
     local.py       this machine's sandbox, for environments that consist of files
     containers.py  docker and podman
 

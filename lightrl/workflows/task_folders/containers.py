@@ -1,9 +1,8 @@
 """Docker and Podman: tasks in containers, through the command-line programs.
 
-A run starts a container that sleeps, copies files in, executes the program, kills the container, copies files out, and
-removes it. A process that outlives this one starts the container, and removes it as soon as this one closes a pipe or
-dies. Without a network, the agent reaches only the policy's endpoint: a socket made in the container's network
-namespace leads there.
+A run starts an idle container, copies files in, executes the program, kills the container, copies files out, and
+removes it. A helper process, which outlives this one, starts the container and removes it when this process closes a
+pipe or dies. Without a network, the agent reaches only the policy's endpoint, through a relay in its namespace.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import logging
 import os
 import re
 import resource
@@ -32,13 +32,15 @@ from lightrl.workflows.task_folders.folder import TaskFolder
 from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json, Machine, Runtime, variables_of
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _LABEL = "lightrl-owner"
 _UNBOUNDED_MIB = 1 << 30
-_MANY_PROCESSES = 1 << 15  # limit of this user in all containers; each has its own, and Podman allows no more
+_MANY_PROCESSES = 1 << 15  # this user's limit in all containers, Podman's maximum; each container has its own
 _CALL_S = 120.0
 _MAX_COPIED_MIB = 1024  # the most that an agent may leave if limits.disk_mib is not set
-# Starts and removes a container; without SIGPIPE, it continues if the process that reads its output is dead.
+_MAX_DEPTH = 100  # checking a path takes time in proportion to its depth, so deeper files are not copied
+# Starts and later removes a container. Ignores SIGPIPE, so that it continues after its reader has died.
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
 _IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
@@ -46,7 +48,7 @@ _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
 class Docker(Runtime):
-    """Containers by `docker`."""
+    """Runs containers with `docker`."""
 
     program = "docker"
 
@@ -117,7 +119,12 @@ class Docker(Runtime):
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                cwd=Path(request["folder"]).parent,  # Podman's monitor may leave a file `oom` here
+                start_new_session=True,
             ) as life,
         ):
             assert life.stdin is not None
@@ -138,7 +145,7 @@ class Docker(Runtime):
         words += ["--user", "0", "--workdir", "/"]
         words += ["--network", "none" if request["network"] == "none" else "host"]
         words += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits["max_processes"])]
-        # Podman asks for more than this process may have if these are not set.
+        # Without these, Podman asks for higher limits than this process may have.
         bounds = {"nofile": (limits["max_open_files"], resource.RLIMIT_NOFILE)}
         bounds["nproc"] = (_MANY_PROCESSES, resource.RLIMIT_NPROC)
         for kind, (bound, limit) in bounds.items():
@@ -152,7 +159,7 @@ class Docker(Runtime):
         return [self.program, *words, "--entrypoint", "sleep", machine.image, "infinity"]
 
     async def _do(self, *words: str, stdin: IO[bytes] | None = None) -> str:
-        """Runs a command of the program; returns its output, or raises OSError with the end of its errors."""
+        """Runs a subcommand; returns its output, or raises OSError with the end of its error output."""
         process = await asyncio.create_subprocess_exec(
             self.program, *words, stdin=stdin or subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
         )
@@ -184,20 +191,21 @@ class Docker(Runtime):
             assert process.stdout is not None
             try:
                 await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
-            except (ValueError, tarfile.TarError) as error:
-                text = str(error)
+            except (OSError, ValueError, tarfile.TarError) as error:  # OSError: a name is too long, or the disk is full
+                text, is_missing = f"{error!s:.300}", False
                 if text == "empty file":
                     await _finished(process.wait, process.kill)
                     errors.seek(0)
                     text = _end_of(errors.read().decode(errors="replace"))
-                if not _IS_MISSING.search(text):  # the agent removed it, which earns nothing
+                    is_missing = _IS_MISSING.search(text) is not None  # `error` may quote a path that the agent chose
+                if not is_missing:  # if it is missing, the agent removed it
                     raise OSError(f"{path} cannot be copied: {text}") from error
             finally:
                 process.kill()
 
     @contextlib.asynccontextmanager
     async def _relay(self, name: str, request: Json) -> AsyncIterator[None]:
-        """Without a network, connects the endpoint's port in the container with this machine's."""
+        """If the container has no network, forwards the endpoint's port from inside it to this machine."""
         if request["network"] != "none" or request["port"] == NO_ENDPOINT:
             yield
             return
@@ -214,12 +222,14 @@ class Docker(Runtime):
             yield
 
     async def _execute(self, name: str, machine: Machine, request: Json) -> tuple[int | None, str]:
-        """Runs the program; returns its exit code, None after the deadline, and the end of its output."""
+        """Runs the program; returns its exit code (None after the deadline) and the end of its output."""
         words = ["exec", "--interactive", "--workdir", machine.task.workdir, name, "sh", "-c", _WITH_VARIABLES]
         program, *arguments = request["command"]
         words += [f"{request['folder']}/variables.sh", Path(program).name if _is_of_image(program) else program]
         words += arguments
-        process = await asyncio.create_subprocess_exec(self.program, *words, stdin=PIPE, stdout=PIPE, stderr=STDOUT)
+        process = await asyncio.create_subprocess_exec(
+            self.program, *words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, cwd=Path(request["folder"]).parent
+        )
         assert process.stdin is not None
         assert process.stdout is not None
         output = bytearray()
@@ -245,7 +255,7 @@ class Docker(Runtime):
 
 
 class Podman(Docker):
-    """Containers by `podman`, also without root."""
+    """Runs containers with `podman`, which works without root."""
 
     program = "podman"
 
@@ -262,7 +272,7 @@ def _is_of_image(path: str) -> bool:
 
 
 def _pack(file: IO[bytes], machine: Machine, request: Json) -> None:
-    """Writes an archive of a container's new files: the request's folder, the machine's copies, and what was left."""
+    """Writes an archive to copy into a container: the request's folder, the machine's copies, and the agent's work."""
     folder, workdir = request["folder"].strip("/"), machine.task.workdir.strip("/")
     script = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables_of(request).items())
     files = {**request["files"], "variables.sh": script}
@@ -280,7 +290,7 @@ def _pack(file: IO[bytes], machine: Machine, request: Json) -> None:
             entry.size, entry.mode = len(data), 0o644
             tar.addfile(entry, io.BytesIO(data))
         for source, target in copies:
-            for at, folders, names in os.walk(source):  # `add` recurses, and an agent's folders may be deep
+            for at, folders, names in os.walk(source):  # `tar.add` recurses, and an agent's folders may be deep
                 for path in [Path(at, name) for name in (*folders, *names)]:
                     tar.add(path, f"{target.strip('/')}/{path.relative_to(source)}", recursive=False, filter=_of_root)
     file.seek(0)
@@ -291,13 +301,9 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
-    """Extracts an untrusted archive's files, then its links, without those that lead out of the target.
-
-    Raises:
-        ValueError: if there is more than `max_mib`.
-    """
+    """Extracts an untrusted archive's files, then its links within the target; raises ValueError above `max_mib`."""
     target.mkdir(parents=True, exist_ok=True)
-    num_bytes, links = 0, []
+    num_bytes, num_skipped, links = 0, 0, []
 
     def extract(entry: tarfile.TarInfo) -> None:
         with contextlib.suppress(tarfile.FilterError, tarfile.StreamError, KeyError):
@@ -311,12 +317,17 @@ def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
             num_bytes += entry.size + tarfile.BLOCKSIZE
             if num_bytes > max_mib << 20:
                 raise ValueError(f"it has more than limits.disk_mib ({max_mib} MiB)")
+            if entry.name.count("/") > _MAX_DEPTH:
+                num_skipped += 1
+                continue
             if entry.issym():
-                links.append(entry)  # until all files are there, so that none is written through a link
+                links.append(entry)  # extracted last, so that no file is written through a link
             elif entry.isreg() or entry.isdir() or entry.islnk():
                 extract(entry)
         for entry in links:
             extract(entry)
+    if num_skipped:
+        log.warning("Did not copy %d paths in more than %d nested folders out of a container.", num_skipped, _MAX_DEPTH)
 
 
 async def _finished(work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:

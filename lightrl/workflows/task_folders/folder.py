@@ -5,10 +5,10 @@
         task.toml                timeouts, environment variables, limits
         environment/Dockerfile   the machine; or `docker_image` in task.toml
         tests/test.sh            writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
-        solution/solve.sh        read by scripts/task_folders/solve.py alone
+        solution/solve.sh        read only by scripts/task_folders/solve.py
 
 Source: https://www.harborframework.com/docs/tasks, version 1.2. The package `harbor` is not used: it needs Python 3.12
-and 27 packages, among them servers and clients of other services, and this reads three files.
+and 27 packages, among them servers and clients of other services; this module reads three files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEREDOC = re.compile(r"(?:^|\s)\d*<<-?([\"']?)(\w+)\1(?=\s|$)")
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """A task in a folder of Harbor's format; its fields are read when they are used, once.
+    """A task folder in Harbor's format; its files are read when a property is used.
 
     Raises:
         ValueError: from each property, if the file that it reads is missing or has a wrong value.
@@ -72,7 +72,7 @@ class TaskFolder:
 
     @functools.cached_property
     def workdir(self) -> str:
-        """Where the agent and the tests start; what is below it is what the tests see of the agent's work."""
+        """The folder where the agent and the tests start; the tests see only the agent's changes below it."""
         by_stage: dict[str, str] = {}
         in_file, stage = "/", ""
         for word, rest in self.steps:
@@ -86,7 +86,7 @@ class TaskFolder:
 
     @property
     def image(self) -> str | None:
-        """The name of a ready image, instead of a Dockerfile."""
+        """The name of a prebuilt image, which replaces the Dockerfile."""
         name: str | None = self._value("environment", "docker_image", str)
         return name
 
@@ -117,7 +117,7 @@ class TaskFolder:
             "it needs MCP servers": environment.get("mcp_servers"),
             "its working directory is /": self.workdir == "/",
             f"its working directory is {self.workdir}. Set environment.workdir in task.toml": "$" in self.workdir,
-            f"docker_image={self.image!r} is an option": (self.image or "").startswith("-"),
+            f"docker_image={self.image!r} looks like an option": (self.image or "").startswith("-"),
         }
         return next((text for text, value in has.items() if value), None)
 
@@ -130,7 +130,7 @@ class TaskFolder:
         return number
 
     def environment(self, section: Literal["environment", "verifier"]) -> dict[str, str]:
-        """Returns the environment variables of a section; `${NAME}` and `${NAME:-default}` are this process's."""
+        """Returns a section's environment variables; `${NAME}` and `${NAME:-default}` refer to this process's."""
 
         def fill(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], match[2])
@@ -140,8 +140,15 @@ class TaskFolder:
 
         return {name: _VARIABLE.sub(fill, str(value)) for name, value in self._section(section, "env").items()}
 
+    @property
+    def secrets(self) -> dict[str, str]:
+        """Values, of 6 characters or more, of this process's variables that the task uses, each with its `${NAME}`."""
+        texts = [str(text) for part in ("environment", "verifier") for text in self._section(part, "env").values()]
+        names = {match[1] for text in texts for match in _VARIABLE.finditer(text)}
+        return {os.environ[name]: f"${{{name}}}" for name in names if len(os.environ.get(name, "")) >= 6}
+
     def limits_mib(self) -> dict[str, int]:
-        """Returns the task's bounds on memory and disk, as far as it states them."""
+        """Returns the limits on memory and disk that the task sets."""
         values = {name: self._value("environment", f"{name}_mb", int) for name in ("memory", "storage")}
         return {name: value for name, value in values.items() if value}
 

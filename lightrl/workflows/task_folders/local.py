@@ -1,6 +1,6 @@
 """LocalRuntime: tasks in this machine's sandbox, for environments that consist of files.
 
-The Dockerfile's image is not used: programs find this machine's, with the environment's own folders at /. COPY, ADD of
+The Dockerfile's image is not used: programs see this machine's files, plus the environment's folders at /. COPY, ADD of
 files, ENV and WORKDIR work as in Docker; RUN is executed as an agent would be, without a network, so it can only change
 the environment's folders. A step that installs packages passes if this machine has them.
 """
@@ -34,8 +34,8 @@ from lightrl.workflows.task_folders.runtime import (
 _UNUSED = ["LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "MAINTAINER", "USER", "STOPSIGNAL", "HEALTHCHECK", "SHELL", "VOLUME"]
 _CONTEXT = ".build-context"
 _PACKAGES = "/var/lib/dpkg"  # the list of what is installed
-_OF_BUILD = ("tmp", "var")  # folders that a build may write to, and that the environment does not keep
-# Before each script. Packages of the system count as installed if this machine's dpkg knows them.
+_OF_BUILD = ("tmp", "var")  # a build may write to these folders, but the environment does not keep them
+# Precedes each script. `apt-get install` succeeds for packages that this machine's dpkg lists.
 _FUNCTIONS = """set -e
 copy() {
   local to="${@: -1}" from; set -- "${@:1:$#-1}"
@@ -56,7 +56,7 @@ export PIP_NO_INDEX=1 PIP_DISABLE_PIP_VERSION_CHECK=1 DEBIAN_FRONTEND=noninterac
 
 
 class LocalRuntime(Runtime):
-    """Programs in this machine's namespaces; see the module's text."""
+    """Runs programs in namespaces on this machine; see the module's docstring."""
 
     def missing(self) -> str | None:
         return None if sys.platform == "linux" else "this system has no namespaces. Use docker."
@@ -111,7 +111,7 @@ class LocalRuntime(Runtime):
                 await asyncio.to_thread(machine.clean, paths_in(image / workdir))
                 top = workdir.partition("/")[0]
                 sources[top] = Path(machine.left, top)
-                if top != workdir:  # what the agent left above its working directory is not its work
+                if top != workdir:  # the agent's changes above its working directory do not count
                     sources[top] = Path(empty, "fresh", top)
                     await asyncio.to_thread(_replace_below, sources[top], image, Path(machine.left), workdir)
             Path(empty).chmod(0o755)
@@ -137,7 +137,7 @@ def _replace_below(target: Path, image: Path, left: Path, workdir: str) -> None:
 
 
 def _tops(task: TaskFolder) -> list[str]:
-    """Returns the names below / of the environment's own folders."""
+    """Returns the names of the environment's own top-level folders."""
     paths = [task.workdir]
     at = "/"
     for word, rest in task.steps:
@@ -162,7 +162,6 @@ def _names(rest: str) -> list[str]:
 
 
 def _script(task: TaskFolder) -> str:
-    """Returns the Dockerfile as a script for bash."""
     lines = [_FUNCTIONS]
     for word, rest in task.steps:
         if word == "WORKDIR":
@@ -182,12 +181,12 @@ def _script(task: TaskFolder) -> str:
             lines.append(
                 f"bash -ec {shlex.quote(command)} || {{ echo {shlex.quote(f'RUN {command} failed')}; exit 1; }}"
             )
-    lines.append(f"mkdir -p {shlex.quote(task.workdir)}")  # task.toml may name another than the Dockerfile
+    lines.append(f"mkdir -p {shlex.quote(task.workdir)}")  # task.toml may name a folder that the Dockerfile does not
     return "\n".join([*lines, "cat /proc/self/environ >/logs/environment"])
 
 
 def _built(task: TaskFolder) -> str:
-    """Returns the folder `work` of a build; raises ValueError with the end of its output if it fails."""
+    """Builds an environment; returns the build's `work` folder, or raises ValueError with the end of its output."""
     try:
         result = asyncio.run(_build(task))  # in a thread without an event loop
     except RolloutError as error:

@@ -1,4 +1,4 @@
-"""rows: a folder of tasks as a source of data; checks and prepares their environments before a run starts."""
+"""rows: turns a folder of tasks into rows of data, after checking and preparing their environments."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def _problem(task: TaskFolder, machines: Runtime) -> str | None:
 
 
 def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[TaskFolder, str]:
-    """Builds the tasks' environments, each once, and reports progress; returns what failed."""
+    """Builds each distinct environment once and logs progress; returns the tasks that failed, and why."""
     first = {task.digest: task for task in tasks}
-    log.info("Preparing the environments of %d tasks, %d of them different.", len(tasks), len(first))
+    log.info("Preparing the environments of %d tasks (%d distinct).", len(tasks), len(first))
     failed: dict[str, str] = {}
     reported_s = time.monotonic()
 

@@ -26,8 +26,8 @@ Json = dict[str, Any]
 class Machine:
     """What a program finds: a task's environment, and folders copied into it.
 
-    For tests, `left` is the agent's work on this machine (its `work` folder), whose version of the working directory
-    replaces the environment's. First, the runtime must call `clean` with the paths that the environment has there.
+    For tests, `left` is the agent's `work` folder on this machine; its version of the working directory replaces the
+    environment's. Before that, the runtime must call `clean` with the paths that the environment has there.
     """
 
     task: TaskFolder
@@ -41,13 +41,13 @@ class Machine:
 class Runtime(ABC):
     """Runs programs in tasks' environments; one object for each process, without arguments.
 
-    Each run starts from the unchanged environment, and leaves nothing of it: all processes of a program are killed when
-    it exits, at its deadline, on cancellation, and if this process is killed.
+    Each run starts from the unchanged environment, and leaves nothing behind: a program's processes are killed when it
+    exits, at its deadline, on cancellation, and if this process is killed.
     """
 
     @abstractmethod
     def missing(self) -> str | None:
-        """Returns why this runtime cannot be used here, with what to install, or None; called before a run starts."""
+        """Returns why this runtime cannot be used here, and what to install, or None; called before a run starts."""
 
     def problem(self, task: TaskFolder) -> str | None:
         """Returns why this runtime cannot run a task, or None."""
@@ -57,8 +57,7 @@ class Runtime(ABC):
     def build(self, task: TaskFolder) -> str:
         """Builds or pulls a task's environment unless it exists; returns its name. Called from several threads.
 
-        Raises:
-            ValueError: if that fails; says why.
+        Raises ValueError with the reason if that fails.
         """
 
     @abstractmethod
@@ -66,8 +65,7 @@ class Runtime(ABC):
         """Runs a program and waits until it ends; on cancellation, until it is killed.
 
         Args:
-            machine: where it runs. What is below `machine.returned` must then be in `<folder>/work`, without links that
-                lead out of it.
+            machine: where it runs. Afterwards, `<folder>/work` must have `machine.returned`, without links out of it.
             request: `command` (program and arguments), `environment` (variables), `stdin` (text), `folder` (a new path
                 on this machine, which the program must also find, with `home`, `tmp` and `files`), `files` (name →
                 text), `readable` and `needed` (paths on this machine that it may read), `port` (of the policy's
@@ -104,6 +102,6 @@ def runtime_of(name: str) -> Runtime:
     if name not in NAMES and "." not in name:
         raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
     kind = function_of(NAMES.get(name, name), "runtime")
-    if not (isinstance(kind, type) and issubclass(kind, Runtime)):  # before it is called, because rows name it
+    if not (isinstance(kind, type) and issubclass(kind, Runtime)):  # checked before the call: a row may name any path
         raise ValueError(f"runtime={name!r} must be a subclass of lightrl.workflows.task_folders.Runtime.")
     return kind()

@@ -1,4 +1,4 @@
-"""Verifier: computes the reward of what an agent left, by the tests of its task, in a sandbox of their own."""
+"""Verifier: computes a reward by running a task's tests on the agent's work, in a separate sandbox."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from lightrl.workflows.agent_workflow import (
     AgentFailed,
     AgentLimits,
     StartProgram,
+    hide_secrets,
     row_folder,
     run_under_guard,
 )
@@ -34,15 +35,15 @@ from lightrl.workflows.task_folders.runtime import NO_ENDPOINT, Json, Machine, R
 
 log = logging.getLogger(__name__)
 
-_MAX_BYTES = 1 << 24  # the largest file of rewards, or report
+_MAX_BYTES = 1 << 24  # maximum size of a reward file or a report
 _MAX_METRICS = 100
 _NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
 _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
-# Files that change how tests run, without being tested: settings, plugins, and compiled copies of unchanged files.
+# Files that change how tests run, without being tested: settings and plugins.
 _OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _OF_RUNNERS |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _KINDS_OF_RUNNERS = (".pth", ".dist-info", ".egg-info", ".egg-link")
-# Modules that tests import, and Python's own; `python -m pytest` looks for them first where tests start.
+# Modules that tests import, and Python's own; `python -m pytest` first searches the folder where it starts.
 _LIBRARIES = {"_pytest", "coverage", "exceptiongroup", "hypothesis", "iniconfig", "numpy", "packaging", "pandas"}
 _LIBRARIES |= {"pluggy", "py", "pygments", "pytest", "requests", "sitecustomize", "usercustomize", "yaml"}
 _LIBRARIES |= sys.stdlib_module_names
@@ -51,18 +52,17 @@ _IS_TEST = re.compile(r"test_.*\.py|.*_test\.py")
 
 @dataclass
 class Verifier:
-    """Runs the tests of a row: a folder's (column `task_folder`), or the command `verify`; TaskWorkflow has the rules.
+    """Runs a row's tests: those of its column `task_folder`, or the command `verify`. TaskWorkflow documents the rules.
 
-    Nothing that the agent started runs any more. The tests find its files in a copy; no variable, home or process of
-    the agent's is theirs.
+    The agent's processes have ended. The tests get a copy of its files, but not its environment variables or home.
 
     Args:
         verify: the command for rows without a task folder.
         template: the setting `workspace_template`, which has the original files.
         hidden: files to copy over the agent's.
         timeout_s: deadline of `verify`.
-        readable, network, limits: of the tests, as of the agent.
-        max_tests: how many agents' tests may run at once; the others wait before their deadline starts.
+        readable, network, limits: for the tests, the same as for the agent.
+        max_tests: how many tests may run at once; waiting does not count toward their deadlines.
     """
 
     verify: Sequence[str] | None = None
@@ -98,10 +98,9 @@ class Verifier:
         return await run_under_guard(request)
 
     async def reward(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
-        """Returns the reward and the metrics of what an agent left in a folder, which may be changed.
+        """Returns the reward and the metrics of an agent's work in a folder, and may change the folder.
 
-        Raises:
-            RolloutError: if the tests cannot be started, or the agent replaced its folder by a link.
+        Raises RolloutError if the tests cannot be started, or the agent replaced its folder by a link.
         """
         if Path(workspace).is_symlink() or not Path(workspace).is_dir():
             raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder by a link or a file.")
@@ -121,7 +120,7 @@ class Verifier:
         return Machine(task, image, **settings)
 
     async def _run(self, machine: Machine, request: Json, prompt: Prompt) -> Json:
-        """Runs a request with the task's variables and limits, as far as the workflow sets none."""
+        """Runs a request; variables and limits that the workflow does not set come from the task."""
         limits = dict(request["limits"])
         of_task = machine.task.limits_mib()
         if self.limits.memory_mib is None and "memory" in of_task:
@@ -130,7 +129,11 @@ class Verifier:
             limits["file_mib"] = limits["disk_mib"] = of_task["storage"]
         environment = {**machine.task.environment("environment"), **request["environment"]}
         request = {**request, "limits": limits, "environment": environment}
-        return await _runtime(prompt).run(machine, request)
+        try:
+            reply = await _runtime(prompt).run(machine, request)
+        except OSError as error:  # it may quote a command line
+            raise OSError(hide_secrets(str(error), machine.task.secrets)) from None
+        return {**reply, "secrets": machine.task.secrets}  # AgentCommand hides them together with its own
 
     async def _start_tests(self, request: Json, prompt: Prompt) -> Json:
         task, left = task_of(prompt.fields["task_folder"]), prompt.fields["agent_workspace"]
@@ -150,7 +153,7 @@ class Verifier:
         return _within_limits(await run_under_guard(request))
 
     async def _finish(self, tests: AgentCommand, prompt: Prompt, workspace: str, timeout_s: float) -> tuple[Any, Any]:
-        """Runs tests on what the agent left; returns their result, and how they failed or None."""
+        """Runs tests on the agent's work; returns their result, and the reason if they failed, otherwise None."""
         fields = {**prompt.fields, "agent_workspace": workspace, "agent_timeout_s": timeout_s}
         try:
             return await tests.run(replace(prompt, fields=fields), _NO_URL, ""), None
@@ -216,7 +219,7 @@ def _within_limits(reply: Json) -> Json:
 
 
 def script(path: str) -> list[str]:
-    """Returns the command that runs a script of a task, which need not be executable."""
+    """Returns a command that runs a task's script, even if the file is not executable."""
     return ["sh", "-c", f"chmod +x {path}; exec {path}"]
 
 
@@ -224,17 +227,17 @@ def reward_in(folder: Path) -> tuple[float, dict[str, float]]:
     """Returns the reward and the metrics that tests wrote to `reward.json` or `reward.txt` in a folder.
 
     Raises:
-        OSError: if there is neither file.
-        ValueError: if there are both, or one has something other than finite numbers.
+        OSError: if neither file exists.
+        ValueError: if both exist, or one has something other than finite numbers.
     """
     if (folder / "reward.json").exists():
-        if (folder / "reward.txt").exists():  # one may be the agent's, whose code the tests ran
+        if (folder / "reward.txt").exists():  # the agent's code, which the tests ran, may have written one
             raise ValueError("there are both reward.txt and reward.json")
         values = json.loads(_read_small(folder / "reward.json"))
         values = values if isinstance(values, dict) else {"reward": values}
         numbers = {name: _number(value, "reward.json") for name, value in values.items()}
         if not 0 < len(numbers) <= _MAX_METRICS:
-            raise ValueError(f"reward.json has {len(numbers)} numbers, which must be 1 to {_MAX_METRICS}")
+            raise ValueError(f"reward.json must have 1 to {_MAX_METRICS} numbers, got {len(numbers)}")
         reward = numbers.pop("reward", None)
         return sum(numbers.values()) / len(numbers) if reward is None else reward, numbers
     return _number(_read_small(folder / "reward.txt").decode().strip(), "reward.txt"), {}
@@ -245,7 +248,7 @@ def _number(value: object, file: str) -> float:
         value = float(value) if isinstance(value, str) and file == "reward.txt" else value
     number = finite_number(float(value) if isinstance(value, bool) else value)
     if number is None:
-        raise ValueError(f"{file} has {value!r:.80}, which is not a finite number")
+        raise ValueError(f"{file} has a value that is not a finite number")  # a quote may be part of a secret
     return number
 
 
@@ -264,13 +267,13 @@ def _read_small(path: Path) -> bytes:
 def passed_in(report: bytes) -> tuple[int, int]:
     """Returns how many tests of a JUnit report passed, and how many there are, without those that were skipped."""
     if b"<!DOCTYPE" in report:
-        raise ValueError("a report has no entities")
+        raise ValueError("a report must not declare entities")
     cases = [case for case in ElementTree.fromstring(report).iter("testcase") if case.find("skipped") is None]
     return sum(case.find("failure") is None and case.find("error") is None for case in cases), len(cases)
 
 
 def restore_runners(folder: Path, template: Path | None) -> None:
-    """Undoes an agent's changes, in a folder, of what controls a test runner."""
+    """Undoes an agent's changes to the files that control a test runner."""
     before = set() if template is None else paths_in(template)
     remove_misleading(folder, before)
     for name in before:
@@ -281,14 +284,14 @@ def restore_runners(folder: Path, template: Path | None) -> None:
 def remove_misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> None:
     """Removes an untrusted folder's new files that change how tests run, without being tested.
 
-    These are settings and plugins of a test runner, and modules that Python imports instead of a library: where tests
-    start, and next to tests. Compiled modules go too, since they can differ from their source.
+    These are settings and plugins of a test runner, and modules next to tests, or where tests start, that Python would
+    import instead of a library. Compiled modules are removed too, since they can differ from their source.
 
     Args:
         folder: where tests start.
-        before: the paths that it had before the agent.
+        before: the paths that the folder had before the agent ran.
         tests: a folder of tests, whose packages count as libraries.
-        text: the instruction; a file that it names, or a folder with a `/`, is part of the work.
+        text: the instruction; a file that it names, or a folder that it names with a `/`, is part of the work.
     """
     packages = {path.parent for path in tests.rglob("__init__.py")} - {tests} if tests is not None else set()
     libraries = _LIBRARIES | {path.name for path in packages if path.parent not in packages}

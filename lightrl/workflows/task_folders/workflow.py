@@ -1,4 +1,4 @@
-"""TaskWorkflow: an agent's program in a task's environment, whose tests give the reward."""
+"""TaskWorkflow: runs an agent's program in a task's environment, then the task's tests, which give the reward."""
 
 from __future__ import annotations
 
@@ -44,29 +44,28 @@ class AgentSettings(TypedDict, total=False):
 class TaskWorkflow(AgentWorkflow):
     """Runs a program as an agent in a task's environment, then the task's tests, which give the reward.
 
-    For rows of a task folder (`data.train: my-tasks`): the agent works in the environment, in the runtime that the
-    source of data names. After it has ended, its processes are killed, and tests/test.sh runs in a fresh copy of the
-    environment, with the agent's version of the working directory. The reward is what it writes to /logs/verifier: the
-    number in reward.txt; or in reward.json `reward`, or the mean of the numbers if there is none. Each number of
-    reward.json is a metric of the trajectory. Without a reward, the tests give 0, and the metric `tests_without_reward`
-    is 1.
+    For rows of task folders (`data.train: my-tasks`), the agent works in the task's environment, in the runtime that
+    the data source names. When it has ended, its processes are killed, and tests/test.sh runs in a fresh copy of the
+    environment, with the agent's version of the working directory. The reward is what the script writes to
+    /logs/verifier: the number in reward.txt, or `reward` in reward.json, or the mean of the numbers there. The other
+    numbers in reward.json are metrics. If there is no reward, it is 0, and the metric `tests_without_reward` is 1.
 
-    For other rows, the agent works in a copy of `workspace_template`, and `verify` is the test: a copy of the agent's
-    folder gets the files of `hidden`, and the reward is 1 if the command exits with 0. If it is pytest, its report must
-    exist too, and the metric `tests_passed_fraction` is the fraction of tests that passed.
+    For other rows, the agent works in a copy of `workspace_template`. Then the files of `hidden` are copied over its
+    work, and `verify` runs in a copy of that; the reward is 1 if the command exits with 0. With pytest, a test must
+    also have passed, and the metric `tests_passed_fraction` is the fraction of tests that passed.
 
-    Use it with `reward: lightrl.rewards.environment_reward`. An agent that a limit ended gets `truncated_reward`; no
-    tests run.
+    Use it with `reward: lightrl.rewards.environment_reward`. If a limit ends the agent, it gets `truncated_reward`, and
+    no tests run.
 
     Args:
         tokenizer: the policy's tokenizer.
-        command: the agent's program and its arguments, as in AgentWorkflow; in a container, a program of /usr, /bin and
-            the like is the image's, and another is mounted there.
+        command: the agent's program and its arguments, as in AgentWorkflow. In a container, a program in /usr, /bin and
+            the like comes from the image; any other is mounted.
         verify: a test command for rows without a task folder; `{name}` is a column.
-        hidden: with `verify`, a folder that is copied over the agent's when it has ended; `{name}` is a column.
+        hidden: with `verify`, a folder that is copied over the agent's after the agent has ended; `{name}` is a column.
         verify_timeout_s: with `verify`, the deadline of the test; task folders have their own.
-        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the same limits and network as the agent, and as
-            many run at once as `max_agents`, in addition to the agents.
+        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the agent's limits and network; up to
+            `max_agents` run at once, in addition to the agents.
     """
 
     def __init__(
@@ -101,9 +100,7 @@ class TaskWorkflow(AgentWorkflow):
         if verify is None:
             check_effect("without verify", hidden=(hidden, None), verify_timeout_s=(timeout_s, 600.0))
         elif isinstance(verify, str) or not verify or shutil.which(verify[0]) is None:
-            raise ValueError(
-                f"verify must be a list that starts with a program's path or name on PATH, got {verify!r}."
-            )
+            raise ValueError(f"verify must be a list starting with a program's path or name on PATH, got {verify!r}.")
         elif hidden is not None and "{" not in hidden and not Path(hidden).is_dir():
             raise ValueError(f"hidden={hidden!r} must be a folder.")
 
@@ -117,7 +114,7 @@ class TaskWorkflow(AgentWorkflow):
         if trajectory.rewards is None and trajectory.workspace is not None:
             try:
                 reward, metrics = await self.verifier.reward(prompt, trajectory.workspace)
-            except BaseException:  # cancellation too: nobody else knows the folder
+            except BaseException:  # including cancellation: nobody else can delete the folder
                 self.clean_up(trajectory)
                 raise
             trajectory.rewards = [0.0] * (len(trajectory.token_ids) - 1) + [reward]

@@ -132,12 +132,9 @@ class Tool:
     @classmethod
     @functools.lru_cache(maxsize=256)
     def of(cls, source: str | Callable[..., object]) -> Tool:
-        """
-        Args:
-            source: a function, or its dotted path; each argument needs a type, and a line under `Args:`.
+        """Describes a function, or the function at a dotted path.
 
-        Raises:
-            ValueError: if the function cannot be imported, or a type or a line is missing.
+        Raises ValueError if it cannot be imported, or an argument has no type or no line under `Args:`.
         """
         from transformers.utils import get_json_schema
 
@@ -155,8 +152,7 @@ class Tool:
     def fitted(self, arguments: JsonMapping) -> JsonObject:
         """Converts a call's arguments to the schema's types, and leaves out optional arguments that are null.
 
-        Raises:
-            ValueError: if an argument does not fit; the policy reads the message.
+        Raises ValueError if an argument does not fit; the policy reads the message.
         """
         fitted = _fitted_fields(arguments, self.schema["function"]["parameters"])
         try:
@@ -208,7 +204,7 @@ class ToolServer(ABC):
 
     @abstractmethod
     def open(self) -> ToolServer:
-        """Returns the server with a new session."""
+        """Returns a ToolServer for a new session."""
 
     @abstractmethod
     async def call(self, name: str, /, **arguments: object) -> object:
@@ -372,7 +368,6 @@ class ToolEnvironment(Environment):
         return {"role": "tool", "name": call.name, "content": self._cut(content)}
 
     def _cut(self, content: str | list[JsonObject]) -> str | list[JsonObject]:
-        """Cuts long texts in message content."""
         if isinstance(content, list):
             return [{**part, "text": self._cut(part["text"])} if "text" in part else part for part in content]
         is_long = len(content) > self.max_result_chars
@@ -398,7 +393,7 @@ class ToolEnvironment(Environment):
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         assert self.environment is not None
-        # No deadline here: the workflow's step_timeout_s applies to the whole step
+        # No deadline here: the workflow's step_timeout_s bounds the whole step.
         return await call_environment(self.environment, method, *arguments, timeout_s=None)
 
 
@@ -435,7 +430,7 @@ def calculator(expression: str) -> str:
     names = set(re.findall(r"[A-Za-z_]+", expression))
     if len(expression) > _MAX_EXPRESSION_CHARS or not names <= _FUNCTIONS.keys() | {"e", "E"}:
         raise ValueError(
-            f"expected at most {_MAX_EXPRESSION_CHARS} characters and no words but {', '.join(_FUNCTIONS)}"
+            f"expected at most {_MAX_EXPRESSION_CHARS} characters and no words other than {', '.join(_FUNCTIONS)}"
         )
     if not re.fullmatch(r"[0-9A-Za-z.+\-*/%(), ]+", expression):
         raise ValueError("expected numbers, + - * / // % ** and parentheses only")

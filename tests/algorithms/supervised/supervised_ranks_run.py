@@ -1,11 +1,13 @@
 """Short supervised runs in one process and in two, whose weights test_supervised_ranks.py compares."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from moe_cases import moe_spec
 from rank_scripts import leave
 from test_preference_training import Digits
 from test_sft import CONFIG, SCALED_HEAD, Sums, make_module
@@ -40,6 +42,7 @@ CASES: dict[str, Any] = {
     "RewardModel": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), Digits(None, batch_size=3)),
 }
 STAGES, SLICES, PARTS = "in two stages", "on two tensor ranks", "in two parts of each row"
+EXPERTS = "on two ranks with half of the experts each"
 # Under Parallel3DStrategy, or with cp; with `more`, all of them.
 CASES |= {
     f"SFT {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7, validation_batch_size=7)),
@@ -55,6 +58,11 @@ MORE: dict[str, Any] = {
     f"SFT, two batches an update, {PARTS}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
     f"DPO with LoRA {PARTS}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
     f"RewardModel {PARTS}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
+    f"SFT of a mixture {STAGES}": lambda _: (SFT(mixture(), lr=0.01), UnequalSums(batch_size=7)),
+    f"SFT of a mixture, two batches an update, {EXPERTS}": lambda _: (
+        SFT(mixture(), lr=0.01),
+        UnequalSums(batch_size=3),
+    ),
     "SFT on two data ranks": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7)),
 }
 SCALED = {"model_type": "granite", "logits_scaling": 3.0}
@@ -63,6 +71,10 @@ SCALED = {"model_type": "granite", "logits_scaling": 3.0}
 def even_spec(changes: dict[str, Any] | None = None) -> ModelSpec:
     """Of a model that two tensor ranks can split."""
     return tiny_spec(config={**TINY_CONFIG, "vocab_size": 18, **(changes or {})})
+
+
+def mixture() -> ModelSpec:
+    return replace(moe_spec(vocab_size=18), tokenizer=tiny_spec().tokenizer, seed=3)
 
 
 def digits() -> Digits:
@@ -74,6 +86,8 @@ def strategy_of(name: str) -> FSDP2Strategy:
         return Parallel3DStrategy(pp=2)
     if SLICES in name:
         return Parallel3DStrategy(tp=2)
+    if EXPERTS in name:
+        return Parallel3DStrategy(tp=2, ep=2)
     if PARTS in name:
         return FSDP2Strategy(cp=2)
     return Parallel3DStrategy(dp=2) if "data ranks" in name else FSDP2Strategy()

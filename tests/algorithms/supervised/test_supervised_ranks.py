@@ -15,22 +15,21 @@ every_case = pytest.mark.parametrize("name", CASES)
 more_cases = pytest.mark.parametrize("name", MORE)
 
 
+def worked(folder: Path, *args: str) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder that two processes worked in, and what each of them found."""
+    save_reward_model(folder)
+    run(Path(__file__).with_name("supervised_ranks_run.py"), folder, *args)
+    return folder, left_by(2, folder)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder that two processes worked in, and what each of them found."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    save_reward_model(folder)
-    run(Path(__file__).with_name("supervised_ranks_run.py"), folder)
-    return folder, left_by(2, folder)
+    return worked(tmp_path_factory.mktemp("two_ranks"))
 
 
 @pytest.fixture(scope="module")
 def two_ranks_more(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """The same for `MORE`."""
-    folder = tmp_path_factory.mktemp("two_ranks_more")
-    save_reward_model(folder)
-    run(Path(__file__).with_name("supervised_ranks_run.py"), folder, "more")
-    return folder, left_by(2, folder)
+    return worked(tmp_path_factory.mktemp("two_ranks_more"), "more")
 
 
 def of_ranks(name: str, two_ranks: Any, what: str) -> dict[str, torch.Tensor]:

@@ -526,7 +526,7 @@ def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_
         text = {"filename": "a.txt", "file_data": "data:text/plain;base64,aGk="}
         url = {"url": "https://example.com/a.png"}
         for part, message in (
-            ({"type": "file", "file": pdf}, "cannot read the file 'a.pdf' of type 'application/pdf'"),
+            ({"type": "file", "file": pdf}, "cannot read 'a.pdf' of type 'application/pdf'"),
             ({"type": "image_url", "image_url": url}, "must be part of the request, in base64"),
             ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "must be part of the request, in base64"),
             ({"type": "image_url", "image_url": {"url": data_url(RED)}}, "the policy accepts only token ids"),

@@ -400,9 +400,9 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
     [
         ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Pass it in environment instead"),
         ({"environment": {"A": "{env:LIGHTRL_NO_SUCH}"}}, "environment has A: .*LIGHTRL_NO_SUCH is not set"),
-        ({"readable": ["/no/such"]}, "readable has '/no/such', which must be an existing file or folder"),
-        ({"readable": ["/"]}, "readable has '/', which must be"),
-        ({"readable": ["/usr/../tmp"]}, "readable has '/usr/../tmp', which must be"),
+        ({"readable": ["/no/such"]}, "readable must name existing files or folders, .* got '/no/such'"),
+        ({"readable": ["/"]}, "readable must name existing files .* got '/'"),
+        ({"readable": ["/usr/../tmp"]}, "readable must name existing files .* got '/usr/../tmp'"),
         ({"readable": ["~"]}, "readable has '~', which exposes your home. Name only the folders"),
         ({"readable": ["~/../me/."]}, "which exposes your home"),
         ({"readable": ["~/.."]}, "which exposes your home"),

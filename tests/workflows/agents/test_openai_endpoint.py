@@ -105,11 +105,7 @@ def test_a_stream_gives_the_same_text_finish_and_usage_as_a_whole_answer() -> No
     async def talk(client: AsyncOpenAI) -> None:
         whole = await client.chat.completions.create(model="policy", messages=[user("hi")], logprobs=True)
         stream = await client.chat.completions.create(
-            model="policy",
-            messages=[user("hi")],
-            logprobs=True,
-            stream=True,
-            stream_options={"include_usage": True},
+            model="policy", messages=[user("hi")], logprobs=True, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
         choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
@@ -394,7 +390,7 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
             pytest.param({"endpoint_host": host}, "at which agents reach this machine", id=f"every address {host}")
             for host in ("", "0", "0.0", "0.0.0.0", "::0", "::ffff:0.0.0.0")
         ),
-        pytest.param({"models": {"judge": "gpt-4"}}, "models has judge: 'gpt-4', which must be policy", id="a model"),
+        pytest.param({"models": {"judge": "gpt-4"}}, "models.judge must be policy .*, got 'gpt-4'", id="a model"),
         pytest.param({"unsent_thinking": "no"}, "unsent_thinking must be keep or drop, got 'no'", id="thinking"),
         pytest.param(
             {"agent": None, "command": ["true"], "endpoint_host": "127.0.0.2"}, "endpoint_host", id="in a sandbox"
@@ -406,7 +402,7 @@ def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any],
         AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})
     with pytest.raises(ValueError, match="must start with http"):
         FrozenModel("localhost:8000")
-    with pytest.raises(ValueError, match="must be a regular expression"):
+    with pytest.raises(ValueError, match="is not a valid regex"):
         RequestPattern(system="(")
 
 

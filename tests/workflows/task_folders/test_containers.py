@@ -33,6 +33,7 @@ TEST = """#!/bin/sh
 [ "$(cat answer)" = 42 ] && [ ! -e old ] && [ ! -L link ] && [ -L own ] && reward=1 || reward=0
 echo "{\\"reward\\": $reward, \\"colors\\": $COLORS}" > "$ROOT/logs/verifier/reward.json"
 """
+BUSYBOX = 'FROM scratch\nCOPY busybox /bin/busybox\nRUN ["/bin/busybox", "--install", "-s", "/bin"]\n'
 TOML = '[environment]\nmemory_mb = 256\ndocker_image = "made/elsewhere"\n[environment.env]\nCOLORS = "3"\n'
 
 
@@ -58,6 +59,7 @@ def calls(state: Path, word: str) -> list[str]:
 
 
 WORK = "echo 42 >answer; rm -f old; ln -s answer own"
+DEEP = "deep=$(printf 'd/%.0s' $(seq 150)); mkdir -p $deep; echo 42 >$deep/a; ln -s $deep/a answer; ln -s answer own"
 
 
 @pytest.mark.parametrize("runtime", ["docker", "podman"])
@@ -84,13 +86,24 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
         pytest.param(f"{WORK}; cd ..; rm -r app", id="removes its folder"),
         pytest.param(f"{WORK}; cd ..; mv app old; ln -s old app", id="makes its folder a link"),
         pytest.param("echo 42 >real; ln -s real own; ln -s $ROOT/app/real answer", id="leaves links with full paths"),
+        pytest.param(DEEP, id="nests folders"),
     ],
 )
-def test_what_cannot_be_copied_earns_nothing(agent: str, state: Path) -> None:
+def test_what_cannot_be_copied_earns_nothing(agent: str, state: Path, caplog: pytest.LogCaptureFixture) -> None:
     task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
     (row,) = rows(folder=str(state / "tasks"), runtime="docker")
     assert play(row, agent, Verifier(network="allow"))[0][0] == 0
     assert list((state / "containers").iterdir()) == []
+    assert ("nested folders" in caplog.text) == (agent == DEEP)
+
+
+def test_a_path_that_the_agent_chose_does_not_hide_that_a_copy_failed(state: Path) -> None:
+    task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
+    (row,) = rows(folder=str(state / "tasks"), runtime="docker")
+    with tarfile.open(state / "a.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("app/no such file" + "x" * 300))
+    with pytest.raises(RolloutError, match=r"cannot be copied: .*File name too long"):
+        play(row, f"cp {state}/a.tar archive.tar", Verifier(network="allow"))
 
 
 def test_a_hard_link_to_a_link_is_not_copied(state: Path) -> None:
@@ -218,26 +231,26 @@ def test_the_relay_leads_from_a_network_namespace_to_the_endpoint() -> None:
             inside.kill()
 
 
-@pytest.fixture(params=["podman", "docker"])
-def busybox(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The row of a task whose image is made of busybox alone, since no registry of images is needed for it."""
+def use_runtime(name: str, folder: Path, patch: pytest.MonkeyPatch) -> str:
+    """Prepares the real runtime, and skips the test if it is missing; returns busybox, which makes an image."""
     program = shutil.which("busybox")
     if program is None or subprocess.run(["ldd", program], capture_output=True).returncode == 0:
         pytest.skip("needs a static busybox: apt-get install busybox-static")
     if shutil.which("runc") is not None:  # in a container without cgroups of version 2, crun refuses to start
-        (tmp_path / "containers.conf").write_text('[engine]\nruntime = "runc"\n')
-        monkeypatch.setenv("CONTAINERS_CONF", str(tmp_path / "containers.conf"))
-    monkeypatch.setenv("BUILDAH_ISOLATION", "chroot")
+        (folder / "containers.conf").write_text('[engine]\nruntime = "runc"\n')
+        patch.setenv("CONTAINERS_CONF", str(folder / "containers.conf"))
+    patch.setenv("BUILDAH_ISOLATION", "chroot")
     runtime_of.cache_clear()
-    if missing := runtime_of(request.param).missing():
+    if missing := runtime_of(name).missing():
         pytest.skip(missing)
-    dockerfile = """FROM scratch
-COPY busybox /bin/busybox
-RUN ["/bin/busybox", "--install", "-s", "/bin"]
-ENV PATH=/bin COLORS=3 ROOT=
-WORKDIR /srv/app
-RUN touch old
-"""
+    return program
+
+
+@pytest.fixture(params=["podman", "docker"])
+def busybox(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The row of a task whose image is made of busybox alone, since no registry of images is needed for it."""
+    program = use_runtime(request.param, tmp_path, monkeypatch)
+    dockerfile = f"{BUSYBOX}ENV PATH=/bin COLORS=3 ROOT=\nWORKDIR /srv/app\nRUN touch old\n"
     task = task_in(tmp_path / "tasks" / "a", {"environment/Dockerfile": dockerfile, "tests/test.sh": TEST})
     shutil.copy2(program, task.folder / "environment" / "busybox")
     (row,) = rows(folder=str(tmp_path / "tasks"), runtime=request.param)

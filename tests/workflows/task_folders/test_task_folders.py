@@ -429,7 +429,7 @@ def test_a_working_directory_that_only_task_toml_names_is_made(tmp_path: Path) -
         pytest.param(WITHOUT, "[environment]\ngpus = 1\n", "local", "needs GPUs", id="gpus"),
         pytest.param(WITHOUT, "[agent\n", "local", r"task\.toml cannot be read", id="toml"),
         pytest.param(WITHOUT, '[agent]\ntimeout_sec = "x"\n', "local", r"agent\.timeout_sec has the wrong", id="type"),
-        pytest.param(WITHOUT, '[environment]\ndocker_image = "-v/:/host"\n', "local", "is an option", id="option"),
+        pytest.param(WITHOUT, '[environment]\ndocker_image = "-v/:/host"\n', "local", "like an option", id="option"),
         pytest.param(WITHOUT, '[verifier.env]\nA = "${UNSET_A}"\n', "local", "UNSET_A.*is not set", id="variable"),
     ],
 )
@@ -473,6 +473,34 @@ def test_variables_come_from_this_process(tmp_path: Path, monkeypatch: pytest.Mo
         task.environment("verifier")
     monkeypatch.setenv("KEY", "k")
     assert json.dumps(task.environment("verifier")) == '{"A": "k", "B": "b", "C": "1"}'
+
+
+def test_values_of_this_process_reach_neither_the_log_nor_an_agents_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KEY", "qrstuvwxyz")
+    monkeypatch.setenv("OTHER", "QRSTUVWXYZ")
+    monkeypatch.setenv("SHORT", "1")  # is not hidden
+    toml = '[verifier.env]\nA = "a ${KEY}"\n[environment.env]\nB = "${OTHER:-b}"\nC = "${SHORT}"\n'
+    # The end of the output that is logged starts inside a secret.
+    test = "echo $A >/logs/verifier/reward.txt; for each in $(seq 30); do printf '%s.' $A $B; done; exit 3"
+    task = task_in(tmp_path, {"tests/test.sh": test}, toml)
+    with caplog.at_level(logging.WARNING):
+        (reward, _), output = play_task(task, "echo $A,$B,$C")
+    assert (reward, output) == (0, ",${OTHER},1\n")
+    assert "a.${KEY}.${OTHER}." in caplog.text
+    monkeypatch.setenv("MINE", "sk-" + "0123456789" * 5)
+    monkeypatch.setattr("lightrl.workflows.task_folders.verifier._OF_TESTS", {"OWN": "{env:MINE}"})
+    agent = "printf %s $OWN; head -c 65496 /dev/zero | tr '\\0' x"  # the guard keeps its last 64 KiB
+    assert set(play_task(task, agent)[1]) == {"x"}
+
+    async def quote(*_: object) -> Json:
+        raise OSError("`run --env B=QRSTUVWXYZ` fails")
+
+    monkeypatch.setattr(type(runtime_of("local")), "run", quote)
+    with pytest.raises(RolloutError, match=r"B=\$\{OTHER\}` fails") as failed:
+        play_task(task, "true")
+    assert "xyz" not in f"{caplog.text} {failed.value.__cause__!r}".lower()
 
 
 def test_the_settings_that_a_checker_sees_are_those_of_an_agent_workflow() -> None:

@@ -1,4 +1,4 @@
-"""A verifiers harness that asks the model once, in the same Python.
+"""A verifiers harness that asks the model once, with the same Python interpreter.
 
 The harnesses in verifiers install their agent from the network, which a program run by AgentWorkflow cannot reach.
 """

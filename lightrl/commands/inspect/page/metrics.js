@@ -20,6 +20,7 @@ const METRICS = {
   "rollout/played_success_fraction": ["fraction", "past success of the prompts that ran again (`PromptCurriculum`)", "near 0.5", "change the curriculum's bounds"],
   "rollout/skipped_success_fraction": ["fraction", "past success of the skipped prompts", "near 0 or 1", "change the curriculum's bounds"],
   "rollout/reward_model": ["score", "mean of the reward model's scores before `reward_model_coef`", "rises slowly", "if it rises and held-out quality falls, raise `reference.coef` or lower `reward_model_coef`"],
+  "rollout/expert_load_max_ratio": ["ratio", "largest load of an expert ÷ the mean load, mean over layers (`ExpertBalance`); `sft/…` in SFT", "falls towards 1", "raise `loss_coef` or `bias_rate`"],
   "rollout/expert_load_entropy_nats": ["nats", "entropy of the experts' load in sampling, mean over layers; only if the engine returns routes", "near log of the number of experts", "experts collapse: lower `lr`"],
   "rollout/tokens_per_s": ["tokens/s", "generated tokens ÷ generation time: `time/rollout_s` on-policy, the whole iteration if rollouts overlap the update", "constant at a constant length", "more trajectories at once, more servers, or a shorter tail ([speed](../performance.md))"],
   "rollout/turns": ["turns", "completions per trajectory, of an environment or agent", "as the task needs", "if it reaches `max_turns`, raise it or reward short solutions"],

@@ -12,6 +12,7 @@ Shapes: n rows, H query heads, K KV heads, D head size, T tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightrl.engines.local.decoder import check_not_ending
 from lightrl.engines.local.fast.kernels import (
     HEAD_SIZES,
     CacheOfKernel,
@@ -198,7 +200,7 @@ class LlamaDecoder:
         self._head_size: int = getattr(settings, "head_dim", None) or settings.hidden_size // self._num_heads
         self._eps: float = settings.rms_norm_eps
         self._dtype, self._device, self._is_grouped = dtype, device, device.type in _GROUPED
-        self._prefill_tokens = prefill_tokens
+        self._prefill_tokens, self.ending = prefill_tokens, threading.Event()
         # The parameters' names, shapes and ties come from a model on the meta device, which allocates no memory.
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
@@ -212,7 +214,7 @@ class LlamaDecoder:
         self.kernels = kernels() if dtype == torch.float32 and device.type == "cpu" else None
         self._targets: dict[str, _Target] = {}
         self._linears: list[FusedLinear] = []
-        self._are_packed = False  # stays False without kernels
+        self._are_packed = False  # whether `_pack` has run since the last write
         self._kernel_model: ModelOfKernel | None = None  # None if not packed, or without kernels for the head size
         self._intermediate: int = settings.intermediate_size
         self._embedding = self._plain("model.embed_tokens.weight")
@@ -373,6 +375,7 @@ class LlamaDecoder:
         rotations = self._rotations[:num_tokens][None, :, None]
         hidden = F.embedding(token_ids, self._embedding)
         for depth, layer in enumerate(self._layers):
+            check_not_ending(self.ending)
             normed = F.rms_norm(hidden, (hidden.shape[-1],), layer.input_norm, self._eps)
             qkv = layer.qkv(normed).view(b, num_tokens, heads + 2 * kv_heads, size)
             qk = self._rotate(qkv[:, :, : heads + kv_heads], layer.qk_norm, rotations).transpose(1, 2)
@@ -403,7 +406,7 @@ class LlamaDecoder:
         return self._head(normed).float()
 
     def _pack(self) -> None:
-        """Packs the weights and describes the model to the kernels, unless that is done; called before each use."""
+        """If weights were written since the last call, packs them and describes the model to the kernels."""
         if not self._are_packed:
             for linear in self._linears:
                 linear.pack()
@@ -543,8 +546,7 @@ def fast_decoder(
 ) -> LlamaDecoder | None:
     """Returns a decoder for this model; None if it would not compute exactly what Hugging Face's model does.
 
-    Args:
-        cache_bytes: maximum size of the KV cache; None means half of the GPU's free memory, or no limit on a CPU.
+    `cache_bytes` limits the KV cache; None means half of the GPU's free memory, or no limit on a CPU.
     """
     family = find_family(config)
     if family is None:

@@ -44,8 +44,6 @@ class LinearOfKernel(ctypes.Structure):
 
 
 class LayerOfKernel(ctypes.Structure):
-    """The weights of a layer."""
-
     _fields_ = (
         *((name, LinearOfKernel) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _Address) for name in ("input_norm", "mlp_norm", "qk_norm")),
@@ -53,8 +51,6 @@ class LayerOfKernel(ctypes.Structure):
 
 
 class ModelOfKernel(ctypes.Structure):
-    """The sizes and weights of a model."""
-
     _fields_ = (
         *((name, _Count) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_size", "intermediate")),
         *(("embedding", _Address), ("final_norm", _Address), ("layers", ctypes.POINTER(LayerOfKernel))),
@@ -78,7 +74,7 @@ class Kernels:
     """Calls the functions of a library that was built from `kernels.cpp`.
 
     A call divides the rows among up to `threads` threads; one thread takes at least a tile of rows. Tensors are created
-    explicitly as float32, because Lightning's bf16-true changes torch's default dtype, for all threads, in a forward.
+    explicitly as float32, because during a forward, Lightning's bf16-true changes torch's default dtype in all threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -127,7 +123,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def kernels() -> Kernels | None:
-    """Returns the kernels, or None, with one warning, if they cannot be built or loaded here."""
+    """Returns the kernels; None, after one warning, if they cannot be built or loaded here."""
     library = _library()
     return None if library is None else Kernels(library)
 

@@ -54,7 +54,6 @@ def gpus_of_servers(
         num: servers times `tp`.
         available: number of GPUs that torch sees.
         trainer: GPUs of the trainer's ranks on this machine.
-        placement: the engine's placement.
 
     Raises:
         ValueError: if there are too few GPUs.

@@ -71,13 +71,9 @@ async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
 async def restart(
     process: ServerProcess, reason: str, on_ready: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
-    """Stops a process and starts it again, trying as often as its policy allows.
+    """Stops a process and starts it again, as often as its policy allows; returns why it is given up, None if it runs.
 
-    Args:
-        on_ready: makes the process usable; if it raises, the restart has failed.
-
-    Returns:
-        None if the process runs again, otherwise why it is given up.
+    `on_ready` makes the process usable; if it raises, the restart has failed.
     """
     ran_s = process.ran_s
     await in_thread(process.stop, 0.0)

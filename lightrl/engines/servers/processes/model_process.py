@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ModelProcess(ServerProcess):
-    """A server that serves a model.
+    """A model server on this machine.
 
     Args:
         model_folder: contains config.json, and weights unless `load_format` is dummy; see `write_model_folder`.
@@ -35,7 +35,7 @@ class ModelProcess(ServerProcess):
         settings: other arguments of ServerProcess.
     """
 
-    title: str  # for example SGLang; in lower or upper case, also the name in its package and environment variables
+    title: str  # for example SGLang; its package has the name in lower case, environment variables in upper case
     preset: ClassVar[Mapping[str, str]]  # argument that lightrl sets → lightrl's setting to use instead
     defaults: ClassVar[Mapping[str, Any]]
     cpu_defaults: ClassVar[Mapping[str, Any]]  # also used in an environment built for this machine's CPU
@@ -92,7 +92,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments with `_` for `-` in names; raises ValueError for one that lightrl itself sets."""
+        """Returns the arguments with `_` instead of `-` in names; raises ValueError for one that lightrl sets."""
         named = {name.removeprefix("--").replace("-", "_"): value for name, value in args.items()}
         for name in sorted(cls.preset.keys() & named.keys()):
             raise ValueError(f"server_args has {name}, which lightrl sets. Remove it, and use {cls.preset[name]}.")
@@ -100,7 +100,7 @@ class ModelProcess(ServerProcess):
 
     @classmethod
     def served_config(cls, config: PretrainedConfig, args: Mapping[str, Any], tp: int) -> PretrainedConfig:
-        """Returns the config of the model that servers with these arguments hold; they may quantize the model."""
+        """Returns the model's config on servers with these arguments, which may quantize the model."""
         return config
 
     @abstractmethod

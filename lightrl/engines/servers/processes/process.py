@@ -316,11 +316,7 @@ def make_servers(
 ) -> list[ServerProcess]:
     """Makes `num` servers for a model without starting them; server i gets `tp` devices, `seed + i` and `port + i`.
 
-    Args:
-        devices: None lets each server use the devices of this process.
-
-    Raises:
-        ValueError: if there are fewer devices than `num * tp`.
+    If `devices` is None, each server uses this process's devices. Raises ValueError for fewer than `num * tp` devices.
     """
     return [
         make(

@@ -103,7 +103,7 @@ class AdapterVersions(ServedVersions):
         return _client(server).is_unknown_adapter(error)
 
     async def add(self, version: int, adapter: Adapter) -> list[int]:
-        """Records a version that all routable servers have; returns the old versions that it drops and aborts."""
+        """Records a version that all routable servers have; drops and returns old versions, aborting their requests."""
         self._adapters.pop(version, None)  # exists if this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
@@ -122,8 +122,7 @@ class AdapterVersions(ServedVersions):
             if other.startswith(_PREFIX) and other not in current:  # left over from an earlier run or before a resume
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
         payloads = [payload] * await num_ranks(server)
-        checksums = dict(adapter.checksums)
-        await client.load_adapter(name, self.form.config, payloads, checksums, timeout_s=self.timeout_s)
+        await client.load_adapter(name, self.form.config, payloads, dict(adapter.checksums), timeout_s=self.timeout_s)
         if name not in await client.adapters():
             raise EngineError(f"{server.url} acknowledged the adapter {name} but does not list it in /v1/models.")
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from lightrl.engines.servers.request_loop import RequestLoop
 
-TRANSFER_TIMEOUT_S = 120.0  # to broadcast one bucket
+TRANSFER_TIMEOUT_S = 120.0  # limit for broadcasting one bucket
 
 
 @dataclass(eq=False, kw_only=True)
@@ -61,8 +61,7 @@ class WeightDelivery:
     def check(self) -> None:
         """Raises ValueError if this machine cannot use the transport."""
         if self.transport in self.gpu_transports and not torch.cuda.is_available():
-            problem = f"transport={self.transport!r} needs a GPU, but torch finds none. Use disk, for example."
-            raise ValueError(problem)
+            raise ValueError(f"transport={self.transport!r} needs a GPU, but torch finds none. Use disk, for example.")
 
     def check_reach(self, urls: Sequence[str]) -> None:
         """Raises ValueError if this transport cannot reach these servers."""
@@ -82,7 +81,7 @@ class WeightDelivery:
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError if loads do not send whole weights; `setting` requires that they do."""
+        """Raises ValueError, which names `setting`, if loads do not send whole weights."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightrl.engines.engine import Verification
@@ -52,7 +53,7 @@ class WeightLoader:
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
     _parameters: ParameterCheck = field(default_factory=ParameterCheck)
-    _refused: set[Server] = field(default_factory=set)  # servers excluded from loads, because they lack an argument
+    _refused: set[Server] = field(default_factory=set)  # started without a required argument; excluded from loads
     _is_over: bool = False
 
     @property
@@ -84,7 +85,7 @@ class WeightLoader:
                     weight_version=weight_version,
                     previous_version=previous if previous >= 0 else None,
                     report=SyncReport(weight_version, absent=absent),
-                    before_pause=self.requests.close_gate,
+                    before_pause=partial(self.requests.hold, servers),
                 )
                 self.fleet.weight_version = weight_version
             except SyncFailed as error:
@@ -169,7 +170,7 @@ class WeightLoader:
         await self.members.drain(server)
 
     async def _prepare_load(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part in the load, and for each other address why its server does not."""
+        """Returns the servers that take part in the load, and for each of the others, why it does not (by address)."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
@@ -178,13 +179,9 @@ class WeightLoader:
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
-        await self.requests.leader.notify()  # updates `has_minimum` from followers
-        if self.requests.traffic.has_minimum:
-            await self.requests.hold(servers)
         self.fleet.is_loading = True
         self.fleet.sessions.clear()
-        absent = {server.url: server.reason for server in self.fleet.in_state() if server not in servers}
-        return servers, absent
+        return servers, {server.url: server.reason for server in self.fleet.in_state() if server not in servers}
 
     async def _before_admit(self, server: Server) -> None:
         """Loads what a returning server needs besides the weights; here, nothing."""
@@ -256,7 +253,7 @@ class WeightLoader:
         except EngineError as error:
             self.members.lose(server, str(error))
             return
-        if version < 0:
+        if version < 0:  # no version was loaded before
             return
         if str(info.get("weight_version")) == str(version):
             self.fleet.admit(server, version)

@@ -52,15 +52,11 @@ class SyncUndone(SyncFailed, WeightSyncUndone):
 
 
 class SyncServers:
-    """The servers in a sync; a server that fails moves from `left` to `lost`.
-
-    Args:
-        timeout_s: deadline for each request, and for the trainer's next bucket.
-    """
+    """The servers in a sync; a server that fails moves from `left` to `lost`."""
 
     def __init__(self, servers: Sequence[Server], timeout_s: float) -> None:
         self.left = list(servers)
-        self.timeout_s = timeout_s
+        self.timeout_s = timeout_s  # deadline for each request, and for the trainer's next bucket
         self.has_old_weights = True  # whether the servers in `left` still have their old weights
         self.lost: dict[str, str] = {}  # address → reason
         self.silent: set[Server] = set()  # lost servers that do not answer at all

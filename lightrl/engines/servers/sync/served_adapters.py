@@ -133,7 +133,7 @@ class AdapterDelivery(WeightDelivery):
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
-    """Returns copies of the adapters, which come first, and the base's buckets, or None if there is no base."""
+    """Returns copies of the adapters, which come first, and the buckets of the base; None if there is no base."""
     tensors: dict[str, Tensor] = {}
     iterator = iter(buckets)
     for bucket in iterator:

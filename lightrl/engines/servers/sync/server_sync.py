@@ -68,7 +68,7 @@ class BucketFeed:
         return not self._is_stopped
 
     def stop(self) -> None:
-        """Called when the coroutine is done."""
+        """Makes a waiting `put` return False; called when the coroutine is done."""
         self._is_stopped = True
         self._taken.set()
 
@@ -105,11 +105,7 @@ class BucketFeed:
 
 
 def wait_while_running(loop: asyncio.AbstractEventLoop, awaited: Future[Any] | threading.Event) -> None:
-    """Waits for a future or event that the loop sets; called from another thread.
-
-    Raises:
-        WeightSyncError: if the loop has stopped or is blocked, so that it cannot check deadlines.
-    """
+    """Waits, in another thread, until the loop sets `awaited`; raises WeightSyncError if the loop stops or blocks."""
     try:
         wait_on_loop(loop, awaited, silent_s=BLOCKED_S)
     except LoopEnded as error:
@@ -260,7 +256,7 @@ class ServerSync:
 
     @contextlib.asynccontextmanager
     async def _canaries(self, sync: SyncServers, report: SyncReport) -> AsyncIterator[None]:
-        """Context manager: inside it, servers generate canaries, if they have the previous version."""
+        """Context manager in which servers generate canaries, if they have the previous version."""
         starting: dict[str, asyncio.Task[int]] = {}
         if self.canary is not None and report.previous_version is not None and sync.has_old_weights:
             starting = self.canary.start(sync.left, report.previous_version)
@@ -352,9 +348,7 @@ class ServerSync:
 
 
 async def _resume_servers(sync: SyncServers) -> list[str]:
-    """Resumes the servers; returns the addresses of those that have resumed."""
-    resumed = await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))
-    return [server.url for server in resumed]
+    return [server.url for server in await sync.ask(lambda server: server.client.resume(timeout_s=sync.timeout_s))]
 
 
 async def _begin_update(server: Server) -> bool:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 3  # the version being loaded, the current one for late servers, and the previous one for a rollback
-_USUAL = re.compile(
+_USUAL = re.compile(  # the usual models' parameter names on servers; if only such names differ, so do the models
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
     r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
 )
@@ -59,7 +59,7 @@ class ParameterCheck:
                 shapes[name] = shape
             for name, tensor in bucket.tensors.items():  # the other ranks have checked the tensors in `files`
                 if not torch.isfinite(tensor).all():
-                    raise WeightSyncError(f"Parameter {name!r} has values that are not finite.")
+                    raise WeightSyncError(f"Parameter {name!r} has non-finite values.")
             if bucket.is_last and self._first is not None and (missing := sorted(set(self._first) - set(shapes))):
                 raise WeightSyncError(f"Parameters {missing[:4]} are missing; the first load had them.")
             yield bucket
@@ -174,7 +174,7 @@ class WeightVerifier:
     def _names_problem(
         self, served: Mapping[str, str], trained: Mapping[str, str]
     ) -> tuple[Verification | None, str] | None:
-        """Returns what `verify` returns if the server's parameter names differ from the trainer's; otherwise None."""
+        """Returns the result of `verify` if the server's parameter names differ from the trainer's; otherwise None."""
         optional = {OUTPUT_HEAD} if OUTPUT_HEAD in self.form.skip_names else set()
         extra = sorted(set(served) - set(trained))
         missing = sorted(set(trained) - set(served) - optional)
@@ -222,7 +222,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Returns whether each server agrees with most servers of equally many ranks; skips a server that has no peers."""
+    """Maps each server to whether most servers with as many ranks share its checksum; omits servers without peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

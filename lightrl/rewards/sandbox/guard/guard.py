@@ -47,7 +47,7 @@ class _Execution:
         self.keeper = 0  # its process id while it lives
 
     def run(self) -> Json:
-        folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # the prefix names the requester
+        folder = self.program.folder or tempfile.mkdtemp(prefix=sys.argv[2])  # the prefix identifies the requester
         name = f"{sys.argv[2]}{Path(folder).name}" if self.program.folder else Path(folder).name
         group = make_group(name, self.limits) if "cgroup" in self.program.layers else None
         self.program.group = group
@@ -135,7 +135,7 @@ class _Execution:
     def _reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
         exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
         stopped_by = report.get("stopped_by") if cause == "exit" else cause
-        used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # reported time lags behind the limit's clock
+        used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # the report lags behind the limit's clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"
         max_bytes = self.limits["output_kib"] << 10
@@ -190,7 +190,7 @@ def _children() -> list[int]:
 
 
 def _file_with(data: bytes) -> int:
-    """Returns a readable descriptor of an unnamed file that contains this data."""
+    """Returns a descriptor for reading this data from an unnamed file."""
     number, name = tempfile.mkstemp(prefix=sys.argv[2])
     with os.fdopen(number, "wb") as file:
         file.write(data)
@@ -200,12 +200,12 @@ def _file_with(data: bytes) -> int:
 
 
 def _remove_foreign(folder: str, own: tuple[str, ...] = ()) -> list[str]:
-    """Removes entries that lead out of the folder or could block a reader; returns their names.
+    """Removes symbolic and hard links that lead out of the folder, and pipes, sockets and devices; returns their names.
 
-    These are symbolic and hard links, pipes, sockets and devices. Everything that ran in the folder has ended.
+    The latter could block a reader. Everything that ran in the folder has ended.
 
     Args:
-        own: begins the absolute paths that led into the folder while it ran.
+        own: prefixes of absolute paths that led into the folder while its program ran.
     """
 
     def failed(error: OSError) -> None:

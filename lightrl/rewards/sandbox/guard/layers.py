@@ -96,7 +96,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
     }
     if bounds_reserved:
         bounds[resource.RLIMIT_DATA] = (memory_bytes, memory_bytes)
-        bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # shared libraries, reserved ranges
+        bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # plus shared libraries and reserved ranges
     if sys.platform == "linux":
         bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user, with timers
     for what, (soft, hard) in bounds.items():
@@ -118,12 +118,12 @@ def _num_threads_of_user() -> int:
 
 @functools.cache
 def kind_of_namespaces(has_private_user: bool) -> str | None:
-    """Finds namespaces that this system allows: `plain`, or `user` inside a user namespace, or None if neither works.
+    """Returns the kind of namespaces that this system allows: `plain`, `user` (in a user namespace), or None.
 
     A child process tries them, since a partial failure cannot be undone: Ubuntu 24.04 lets anyone make a user namespace
     and then refuses everything in it.
     """
-    # In a user namespace of root the program would own root's files; in plain ones the user's other processes count.
+    # In a user namespace of root, a program would own root's files. In plain ones, the user's other processes count.
     for kind in ("plain",) if has_private_user else ("plain", "user") if is_root() else ("user",):
         child = os.fork()
         if child == 0:
@@ -140,7 +140,7 @@ def enter_namespaces(kind: str, *, has_own_network: bool = True) -> bool:
     """Enters new namespaces of processes, network, mounts, names and shared memory; kind `user` adds a user namespace.
 
     Raises:
-        OSError: if the user namespace cannot get a user; this process is then unusable.
+        OSError: if the user cannot be mapped into the user namespace; this process is then unusable.
     """
     flags = _NEWPID | _NEWNS | _NEWIPC | _NEWUTS
     flags |= (_NEWNET if has_own_network else 0) | (_NEWUSER if kind == "user" else 0)
@@ -189,9 +189,9 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str) 
 
 
 def move_root(root: str) -> None:
-    """Makes a mount this mount namespace's root, and detaches the old one.
+    """Makes a mount the root of this mount namespace, and detaches the old root.
 
-    After a `chroot`, Landlock's rules for folders above the mount would hold for everything in it.
+    With `chroot`, Landlock's rules for folders above the mount would still apply to everything in it.
     """
     os.chdir(root)
     number = 155 if platform.machine() == "x86_64" else 41  # pivot_root
@@ -325,7 +325,7 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
         except OSError:
             continue
         if rights == _EXECUTE_AND_READ and not stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            rights = 0b101  # not the right to list a folder
+            rights = 0b101  # without the right to list a folder
         _libc.syscall(445, ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
         os.close(descriptor)
     is_done = _libc.syscall(446, ruleset, 0) == 0
@@ -336,17 +336,15 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
 def refuse_calls(counts_shared_memory: bool) -> bool:
     """Installs a seccomp filter that refuses (EPERM) `_REFUSED_CALLS` and a clone with a user namespace.
 
-    Shared memory without a file persists after it is unmapped, and only a cgroup counts it. Without a cgroup, the
-    filter refuses to map it.
+    Without a cgroup, it also refuses to map shared memory without a file: it persists, uncounted, when unmapped.
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
-    code = []
+    code = []  # in the call's data, mmap's flags are at offset 40, and clone's at 16
     if not counts_shared_memory:
-        of_flags = [(_LOAD, 0, 0, 40), (_ANY_BIT, 0, 2, _MAP_ANONYMOUS)]
-        code += [(_EQUAL, 0, 5, _MMAP[platform.machine()]), *of_flags]
+        code += [(_EQUAL, 0, 5, _MMAP[platform.machine()]), (_LOAD, 0, 0, 40), (_ANY_BIT, 0, 2, _MAP_ANONYMOUS)]
         code += [(_ANY_BIT, 0, 1, _MAP_SHARED), (_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
-    code += [(_EQUAL, 0, 4, _CLONE[platform.machine()]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEWUSER)]  # its flags
+    code += [(_EQUAL, 0, 4, _CLONE[platform.machine()]), (_LOAD, 0, 0, 16), (_ANY_BIT, 0, 1, _NEWUSER)]
     code += [(_ANSWER, 0, 0, _REFUSE), (_ANSWER, 0, 0, _ALLOW)]
     not_implemented = 0x00050000 + errno.ENOSYS
     code = [(_EQUAL, 0, 1, _CLONE3), (_ANSWER, 0, 0, not_implemented), *code]
@@ -354,7 +352,7 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
 
 
 def refuse_file_handles() -> bool:
-    """Installs a filter that refuses open_by_handle_at, which may bypass Landlock with the right to read all files."""
+    """Installs a filter that refuses open_by_handle_at: with the right to read all files, it may bypass Landlock."""
     if platform.machine() not in _REFUSED_CALLS:
         return False
     return _install_filter((_OPEN_BY_HANDLE_AT[platform.machine()],), [])

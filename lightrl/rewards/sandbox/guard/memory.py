@@ -1,4 +1,4 @@
-"""Bounds the memory of a program's processes, with a cgroup or by adding it up, and the sizes of its files."""
+"""Limits a program's file sizes and memory. A cgroup limits memory; without one, the processes' memory is polled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_group(name: str, limits: Json) -> Path | None:
 
 
 def enter_group(group: Path) -> bool:
-    """Moves this process, and thus its future children, into the group; returns whether that worked."""
+    """Moves this process and its future children into the group; returns whether that worked."""
     with contextlib.suppress(OSError):
         return (group / "cgroup.procs").write_text("0") > 0
     return False
@@ -143,7 +143,7 @@ def _add_open_files(device: int, size_of: dict[tuple[int, int], int]) -> None:
 
 
 def _processes() -> Iterator[str]:
-    """Yields the processes below this one."""
+    """Yields the ids of this process's descendants."""
     waiting = ["self"]
     while waiting:
         with contextlib.suppress(OSError):  # it has ended
@@ -163,12 +163,11 @@ def _threads_and_kib(process: str) -> tuple[int, int]:
 
 
 def _kib(status: bytes) -> int:
-    """Returns the memory in use, including swapped memory."""
+    """Returns the KiB in use, including swapped memory."""
     return sum(map(int, re.findall(rb"\nVm(?:RSS|Swap):\s+(\d+)", status)))
 
 
 def _text(file: Path) -> str:
-    """Returns the file's text, or "" if there is no such file."""
     with contextlib.suppress(OSError):
         return file.read_text(errors="surrogateescape")
     return ""

@@ -1,7 +1,7 @@
-"""The ways out of an agent's network namespace: to its endpoint's port, and through a proxy to the hosts it may reach.
+"""What an agent can reach from its network namespace: its endpoint's port and, through a proxy, allowed hosts.
 
-A socket belongs to the namespace that created it. So a relay, forked outside, accepts the connections from inside; the
-guard kills it with all other processes.
+A socket stays in the namespace that created it, so a relay outside can accept the agent's connections. The guard forks
+the relay, and kills it with all other processes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from urllib.parse import urlsplit
 from . import layers
 
 _HOST = "127.0.0.1"
-MAX_CONNECTIONS = 200  # at once to each listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
+MAX_CONNECTIONS = 200  # per listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
 _PAUSE_S = 0.1
 _MAX_HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0
 _CONNECT_S = 30.0
-_PORTS = (80, 443)  # of a host without a port
+_PORTS = (80, 443)  # allowed for a host without a port
 _NAME = re.compile(r"[a-z0-9_.-]+|[0-9a-f:.]+", re.ASCII)
 
 
 def open_relay(port: int, hosts: Iterable[str]) -> int:
-    """Forks the relay; returns the descriptor to which `send_ports` sends its sockets."""
+    """Forks the relay; returns the descriptor through which `send_ports` sends it sockets."""
     inner, outer = socket.socketpair()
     if os.fork() == 0:
         try:
@@ -56,7 +56,7 @@ def send_ports(relay: int, port: int, *, has_proxy: bool) -> int | None:
     """Enables the loopback of the current network namespace, and sends listening sockets to the relay.
 
     Returns:
-        The port of the proxy, None if there is none.
+        The proxy's port, or None without a proxy.
     """
     with socket.socket(fileno=relay) as channel, socket.socket() as listener, socket.socket() as proxy:
         fcntl.ioctl(listener, 0x8914, struct.pack("16sH14x", b"lo", 1))  # SIOCSIFFLAGS, IFF_UP
@@ -70,7 +70,7 @@ def send_ports(relay: int, port: int, *, has_proxy: bool) -> int | None:
 
 
 def serve_inside() -> None:
-    """Connects a port inside a process's network namespace with this one's; arguments: process id, port.
+    """Forwards a port in a process's network namespace to the same port here; arguments: process id, port.
 
     Prints a line when it is ready. Ends when standard input closes.
     """
@@ -83,7 +83,7 @@ def serve_inside() -> None:
 
 
 def proxy_environment(port: int) -> Mapping[str, str]:
-    """Returns the environment variables by which programs find the proxy."""
+    """Returns the environment variables that tell programs to use the proxy."""
     url = f"http://{_HOST}:{port}"
     names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
     direct = dict.fromkeys(("NO_PROXY", "no_proxy"), f"{_HOST},localhost")
@@ -164,7 +164,6 @@ def _connected(address: object, port: int) -> socket.socket:
 
 
 def _read_head(inside: socket.socket) -> tuple[str, bytes]:
-    """Returns a request's first lines, and the bytes that arrived after them."""
     data = b""
     while b"\r\n\r\n" not in data:
         received = inside.recv(_MAX_HEAD_BYTES)
@@ -176,7 +175,7 @@ def _read_head(inside: socket.socket) -> tuple[str, bytes]:
 
 
 def _target(head: str) -> tuple[str, int, bytes | None]:
-    """Returns a request's host, its port, and the request for that host, None for a tunnel."""
+    """Returns a request's host, its port, and the head to send there (None if it asks for a tunnel)."""
     line, *fields = head.split("\r\n")
     method, _, place = line.partition(" ")
     place, _, version = place.rpartition(" ")
@@ -209,7 +208,7 @@ def serve(listener: socket.socket, reach: Callable[[socket.socket], socket.socke
 
 
 def _join(inside: socket.socket, reach: Callable[[socket.socket], socket.socket], free: threading.Semaphore) -> None:
-    """Copies between a connection from inside and what it reaches, until both ends are closed."""
+    """Copies in both directions between a connection from inside and its target, until both are closed."""
     try:
         with inside, reach(inside) as outside:
             back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)
@@ -227,7 +226,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(1 << 16):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # one end is gone, and the other must not wait for it
+    except OSError:  # one end is gone; the other must not wait for it
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

@@ -30,10 +30,10 @@ class Program:
     def __init__(self, request: Json) -> None:
         self.request = request
         self.limits = request["limits"]
-        self.folder: str | None = request.get("folder")  # an agent's folder, kept if it exits; None if temporary
+        self.folder: str | None = request.get("folder")  # kept unless the guard kills the agent; None: temporary
         self.port: int | None = request.get("port")  # the port of an agent's endpoint; None for no network at all
-        self.hosts: list[str] = []  # what an agent may reach through the proxy
-        self.has_network = request.get("network") == "allow"  # the machine's network
+        self.hosts: list[str] = []  # hosts that an agent may reach through the proxy
+        self.has_network = request.get("network") == "allow"  # whether an agent uses the machine's network
         if isinstance(request.get("network"), list):
             self.hosts = request["network"]
         self.proxy_port: int | None = None
@@ -54,7 +54,7 @@ class Program:
         self.relay: list[int] = []
         if self.kind is not None and self.port is not None and not self.has_network:
             self.relay = [network.open_relay(self.port, self.hosts)]
-        if self.kind == "user":  # this namespace has no other users
+        if self.kind == "user":  # a user namespace has no other users
             self.layers.discard("private_user")
 
 
@@ -79,7 +79,7 @@ class _LastBlock:
 def start(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
     """Runs as the starter: enters the namespaces and forks the keeper, which is the first in its pid namespace.
 
-    The program gets `streams` as stdin, stdout and stderr; `report` is for records; `life` closes when the guard ends.
+    The program gets `streams` as stdin, stdout and stderr. Records go to `report`. `life` closes when the guard ends.
     """
     with _LastBlock(report):
         os.setsid()
@@ -177,7 +177,7 @@ def _prepare(program: Program, folder: str) -> None:
 
 
 def _clone(source: str, target: str) -> None:
-    """Copies a file; both share their blocks until one changes, where the file system can (XFS, Btrfs, ZFS)."""
+    """Copies a file; on file systems with copy-on-write (XFS, Btrfs, ZFS), both share blocks until one changes."""
     if stat.S_ISREG(os.stat(source).st_mode):  # noqa: PTH116
         with contextlib.suppress(OSError), Path(source).open("rb") as old, Path(target).open("wb") as new:
             fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())

@@ -1,4 +1,4 @@
-"""The machine as an agent sees it: an /etc like a fresh container's, a private /tmp, and nobody's home or sockets.
+"""The machine as an agent sees it: an /etc like a fresh container's, a private /tmp, and no users' homes or sockets.
 
 The mounts exist only in the program's mount namespace. Where mounts are refused, the program sees the machine's own
 /etc (Landlock allows only the parts that every user may read), and has no /tmp.
@@ -50,7 +50,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     Args:
         folder: the agent's own folder, with `home` and `tmp`.
         uid: the agent's user, whose group has the same number.
-        readable: the other paths that it may read.
+        readable: other paths that the agent may read.
         memory_mib: bounds its files in /dev/shm.
         has_network: whether it resolves names as this machine does.
     """
@@ -64,8 +64,8 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     links = {os.path.abspath(path) for path in (folder, *readable)}  # noqa: PTH100
     real = {os.path.realpath(path) for path in links}
     shown: dict[str, int] = {}
-    for path in [*sorted(real), *sorted(links - real)]:  # a folder comes before what is in it, and a link last
-        if _is_below(path, hidden) and path not in (*own, "/run"):  # a script in /tmp does not show all of /tmp
+    for path in [*sorted(real), *sorted(links - real)]:  # folders before their content, links last
+        if _is_below(path, hidden) and path not in (*own, "/run"):  # a script in /tmp does not expose all of /tmp
             with contextlib.suppress(OSError):
                 shown[path] = os.open(path, os.O_PATH)
     if not _mount_etc(uid, f"{folder}/home", has_network):
@@ -91,7 +91,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
 
 
 def change_root(folder: str, names: Iterable[str]) -> None:
-    """Switches to a new root, which has this machine's folders and these folders of the agent's `work`."""
+    """Switches to a new root, with this machine's top-level folders and these folders of the agent's `work`."""
     root = Path(folder, "root")
     root.mkdir()
     _mount_memory(str(root), "size=1m,mode=755")
@@ -104,13 +104,13 @@ def change_root(folder: str, names: Iterable[str]) -> None:
             if not mount(str(entry), str(target), None, MS_BIND_REC, ""):
                 raise OSError(f"mounting {target} in the agent's namespace was refused")
     move_root(str(root))
-    if not unmount(str(root)):  # a copy, which came with the folder above it
+    if not unmount(str(root)):  # a second copy, mounted with the folder above it
         raise OSError("the copy of an agent's root cannot be unmounted")
     root.rmdir()
 
 
 def _mount_etc(uid: int, home: str, has_network: bool) -> bool:
-    """Mounts an /etc with the public parts of the machine's and the agent's user; returns whether that works."""
+    """Mounts an /etc with the public parts of the machine's /etc and the agent's user; returns whether that works."""
     present = _present(_ETC)
     links = {path: str(path.readlink()) for path in present if _leads_to_system(path)}
     folders = {path: os.open(path, os.O_PATH) for path in present if path.is_dir() and path not in links}
@@ -152,7 +152,7 @@ def _mount_etc(uid: int, home: str, has_network: bool) -> bool:
 
 
 def _present(names: str) -> list[Path]:
-    """Returns what every user may read of these names in /etc, and of the settings of Java's and Python's versions."""
+    """Returns these paths in /etc, and the settings of Java and Python, as far as every user may read them."""
     paths = [Path("/etc", name) for name in names.split()]
     paths += sorted([*Path("/etc").glob("java-*"), *Path("/etc").glob("python3.*")])
     return [path for path in paths if path.exists() and is_public(str(path)) and path.stat().st_mode & 0o004]

@@ -1,4 +1,4 @@
-"""BroadcastTransport: broadcasts weights in a process group of the trainer and the servers."""
+"""BroadcastTransport: broadcasts weights over a process group of the trainer and the servers."""
 
 from __future__ import annotations
 
@@ -100,11 +100,9 @@ class BroadcastTransport(Streaming):
         return group
 
     def _new_name(self) -> str:
-        """Returns a secret group name."""
         return f"lightrl-{secrets.token_hex(16)}"
 
     def _make_group(self, name: str, place: GroupPlace, listener: socket.socket) -> BroadcastGroup:
-        """Forms the group, with this process as rank 0."""
         return BroadcastGroup(
             place.master_address, place.master_port, rank=0, world_size=place.world_size, name=name,
             backend=place.backend, timeout_s=self.transfer_timeout_s, listener=listener,
@@ -130,7 +128,7 @@ class BroadcastTransport(Streaming):
             try:
                 group.broadcast(tensor.to(self.device) for _, tensor in self.form.tensors(bucket))
             except WeightSyncError:
-                group.close()  # so that servers that wait for a dead one need not wait until their deadline
+                group.close()  # so that servers waiting for a dead one fail before their deadline
                 raise
 
         failed: list[Server] = []  # in order of failure

@@ -43,11 +43,6 @@ class DeltaTransport(WeightTransport):
     A receiver that lacks the last version, at the start or after a failure, gets the whole version. Receivers check the
     digest of the result before a server loads it, so periodic full syncs are not needed. A copy of the model stays in
     the trainer's host memory.
-
-    Args:
-        connect: opens the connection to the receiver at an address.
-        receiver_of: returns the address of the receiver on a server's host, given the server's address.
-        wait_s: how long to wait for a receiver that does not answer; it may be restarting.
     """
 
     needs_bracket = False
@@ -65,9 +60,9 @@ class DeltaTransport(WeightTransport):
         self.copy = DeltaCopy(form)
         self.num_bytes = 0  # bytes sent for the last version
         self._config = served_config(config, form)
-        self._connect = connect
-        self._receiver_of = receiver_of
-        self._wait_s = wait_s
+        self._connect = connect  # opens the connection to the receiver at an address
+        self._receiver_of = receiver_of  # server's address → address of the receiver on its host
+        self._wait_s = wait_s  # how long to wait for a receiver that does not answer; it may be restarting
         self._run = secrets.token_hex(8)
         self._version = NOTHING  # the copy's version
         self._previous = NOTHING  # the version that receivers can restore
@@ -142,6 +137,7 @@ class DeltaTransport(WeightTransport):
         states = await self._states(receivers, urls)
         errors = {url: state["error"] for url, state in states.items() if "error" in state}
         for url, state in states.items():
+            # A receiver that has applied a later delta restores the version by undoing that delta.
             if url not in errors and version.digest and state["digest"] != version.digest == state["undo"]:
                 (state,) = (await receivers.ask([url], "/revert", {"digest": version.digest})).values()
             if state.get("digest") == version.digest:
@@ -255,8 +251,7 @@ class _Sending:
         iterator = iter(parts)
         while (part := await in_thread(next, iterator, None)) is not None:
             await self._settle(_IN_FLIGHT - 1)
-            check = await in_thread(checksum, part)
-            fields = {"session": self._session, "index": self._num_parts, "check": check}
+            fields = {"session": self._session, "index": self._num_parts, "check": await in_thread(checksum, part)}
             self._in_flight.add(asyncio.ensure_future(self._send(part, fields)))
             self._num_parts += 1
 

@@ -30,16 +30,13 @@ class WeightTransport(Protocol):
     needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much as possible while the servers still generate; if it fails, their weights are untouched."""
-        ...
+        """Does as much of a load as possible while servers still generate; a failure leaves their weights untouched."""
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
         """Loads the version into the servers that are left, which are paused; returns the number of bytes sent."""
-        ...
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         """Loads a version that the transport `holds`."""
-        ...
 
     def holds(self, weight_version: int) -> bool: ...
 
@@ -133,8 +130,7 @@ class SharedMemoryTransport(Streaming):
     async def _send(self, servers: SyncServers, bucket: Bucket, version: str | None) -> None:
         for part in bucketed(bucket.tensors.items(), self.part_bytes):
             await in_thread(self._shared.fill, part)
-            part_version = version if part.is_last else None
-            await servers.ask(functools.partial(self._send_part, part_version, servers.timeout_s))
+            await servers.ask(functools.partial(self._send_part, version if part.is_last else None, servers.timeout_s))
 
     async def _send_part(self, version: str | None, timeout_s: float, server: Server) -> None:
         payloads = [self._shared.payload() for _ in range(self._sizes[server])]  # one per rank

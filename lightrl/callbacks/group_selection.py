@@ -1,4 +1,4 @@
-"""DynamicSampling chooses groups to train on by their rewards; PromptCurriculum chooses prompts by past success."""
+"""DynamicSampling selects groups by their rewards, PromptCurriculum selects prompts by their past success."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import MeansSince
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.user_code import function_of
-from lightrl.data import SuccessRateCurriculum
 from lightrl.module import RLModule
 from lightrl.rollout import Curriculum, GroupFilter, RolloutSettings
-from lightrl.trajectory import Group
+from lightrl.trajectory import Group, JsonMapping, JsonObject
 
 if TYPE_CHECKING:
     import lightning as L
@@ -30,7 +29,7 @@ class DynamicSampling(RLCallback):
     reproducible. An iteration then costs more rollouts, and an epoch of the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits only for the
-    fastest P groups. It is biased: long completions are dropped more often, which by itself can teach the policy to be
+    fastest P groups. It is biased: long completions are dropped more often, which alone can teach the policy to be
     short; watch `rollout/length_tokens`. On-policy, groups still in flight when P are done are dropped, so the run is
     not reproducible bit for bit. With `max_staleness` > 0, only groups that would delay a batch are dropped; their
     prompts come again in the next epoch.
@@ -50,6 +49,8 @@ class DynamicSampling(RLCallback):
         max_dropped_groups_per_iteration: if more groups are dropped in one iteration, the run ends with an error that
             lists the reasons; None means 10·P.
     """
+
+    is_single = True
 
     def __init__(
         self,
@@ -116,6 +117,64 @@ class DynamicSampling(RLCallback):
         module.log_dict(values)
 
 
+class SuccessRateCurriculum:
+    """Weights a prompt by the success rate of its past groups.
+
+    A group's advantages come from differences between its trajectories. With rewards 0 and 1, their variance at success
+    rate r is r·(1 - r), which is largest at 1/2. A prompt's weight is the probability that it is sampled when its turn
+    comes, once per epoch: 1 at the rate `target`, falling linearly to `floor` at the rates 0 and 1. Implements
+    `lightrl.rollout.Curriculum`.
+
+    Args:
+        target: the success rate with the highest weight, 0 to 1.
+        floor: the lowest weight, so that prompts that are still too hard are tried again.
+        solved_times: drop a prompt when its whole group has solved it this many times in a row; None means never.
+        memory: weight of earlier groups in the success rate, from 0 (only the last group counts) to below 1.
+    """
+
+    def __init__(
+        self, *, target: float = 0.5, floor: float = 0.1, solved_times: int | None = 3, memory: float = 0.5
+    ) -> None:
+        check_bounds(0, 1, target=target, floor=floor)
+        check_bounds(0, 0.999, memory=memory)
+        check_bounds(1, solved_times=solved_times)
+        self.target, self.floor = target, floor
+        self.solved_times, self.memory = solved_times, memory
+        self._rates: dict[str, float] = {}  # prompt id → exponential mean of its groups' success rates
+        self._num_solved: dict[str, int] = {}  # prompt id → times solved in a row; absent if not solved last time
+
+    def weight(self, prompt_id: str) -> float:
+        """Returns 1 for a new prompt, 0 for a solved one, otherwise a weight between `floor` and 1."""
+        if self.solved_times is not None and self._num_solved.get(prompt_id, 0) >= self.solved_times:
+            return 0.0
+        if prompt_id not in self._rates:
+            return 1.0
+        rate = self._rates[prompt_id]
+        farthest = self.target if rate < self.target else 1 - self.target
+        distance = abs(rate - self.target) / farthest if farthest else 0.0
+        return 1.0 - (1.0 - self.floor) * distance
+
+    def success_rate(self, prompt_id: str) -> float | None:
+        """Returns the exponential mean of the success rates of a prompt's groups; None for a new prompt."""
+        return self._rates.get(prompt_id)
+
+    def observe(self, prompt_id: str, success_rate: float) -> None:
+        """Adds the success rate of one of this prompt's groups."""
+        past = self._rates.get(prompt_id, success_rate)
+        self._rates[prompt_id] = self.memory * past + (1 - self.memory) * success_rate
+        if success_rate < 1:
+            self._num_solved.pop(prompt_id, None)
+        else:
+            self._num_solved[prompt_id] = self._num_solved.get(prompt_id, 0) + 1
+
+    def state_dict(self) -> JsonObject:
+        return {"rates": dict(self._rates), "num_solved": dict(self._num_solved)}
+
+    def load_state_dict(self, state: JsonMapping) -> None:
+        self._rates = dict(state["rates"])
+        self._num_solved = dict(state["num_solved"])
+
+
 class PromptCurriculum(RLCallback):
     """Skips prompts by their past success, so that iterations consist of prompts from which the policy can learn.
 
@@ -126,6 +185,8 @@ class PromptCurriculum(RLCallback):
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().
     """
+
+    is_single = True
 
     def __init__(self, curriculum: Curriculum | None = None) -> None:
         self.curriculum = SuccessRateCurriculum() if curriculum is None else curriculum

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lightrl.data import SuccessRateCurriculum
+from lightrl.callbacks import SuccessRateCurriculum
 
 
 @pytest.mark.parametrize(("rate", "weight"), [(0.5, 1.0), (0.25, 0.55), (0.75, 0.55), (0.0, 0.1), (1.0, 0.1)], ids=str)

@@ -1,0 +1,2 @@
+#!/bin/bash
+git apply /solution/fix.patch
