@@ -44,7 +44,7 @@ class DecodeThread(threading.Thread):
         self._hold_lock = threading.Lock()  # one `held` at a time
         self._condition = threading.Condition()  # guards everything below
         self.weight_version = -1
-        self._ending = ending  # the decoder's; set by `close`
+        self._ending = ending  # the decoder's event; set by `close`
         self._awaited: set[asyncio.Future[Completion]] = set()  # futures of waiting and running rows
         self._waiting: deque[Row] = deque()
         self._num_running = 0
@@ -106,7 +106,7 @@ class DecodeThread(threading.Thread):
 
     @contextlib.contextmanager
     def held(self, caller: str) -> Iterator[None]:
-        """Context manager that stops decoding. Only one caller may be inside, and never the decode thread."""
+        """Context manager that stops decoding. Only one caller can be inside, and the decode thread must not enter."""
         with self._hold_lock:
             try:
                 with self._condition:

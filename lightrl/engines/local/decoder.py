@@ -128,7 +128,7 @@ class HuggingFaceDecoder:
 
     Raises:
         ValueError: if the model also needs something else, such as a sparse-attention index or its own cache class, or
-            computes differently in decoding than in training; or if required routes cannot be recorded.
+            decodes differently from how it is trained; or if required routes cannot be recorded.
     """
 
     has_own_threads = False

@@ -96,7 +96,7 @@ class LocalEngine(RolloutEngine):
     or convolution and recurrent states, run Hugging Face's code, with a vision tower if they have one. All other models
     are refused. Both paths share the scheduler: rows wait in call order, enter free slots, and leave after their last
     token; equal prompts that are admitted together are computed once. A token depends on the seed, its position and the
-    logits; the batch can change it only through float rounding of the logits, and with `max_batch=1` not at all.
+    logits; the batch affects it only through float rounding of the logits, and has no effect with `max_batch=1`.
 
     `pause` sets a flag and `resume` clears it, so one resume ends any number of pauses. A paused engine queues
     requests, and `resume` admits them together, in call order. `pause` returns immediately on an idle engine. A weight
@@ -118,14 +118,14 @@ class LocalEngine(RolloutEngine):
             the mismatch with the trainer, and correct it, without a GPU. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: maximum number of prompt tokens, with padding, in one forward; limits the prefill's memory.
-        record_routes: whether to return each token's experts, for the trainer to use the same ones (models/routes.py).
+        record_routes: whether to return each token's experts, so that the trainer can use them too (models/routes.py).
             None does so for models with experts, except for families whose routes cannot be recorded.
-        boundary_timeout_s: how long `pause` and `load_weights` wait at most for the current token, `close` for a layer.
+        boundary_timeout_s: maximum wait of `pause` and `load_weights` for the current token and of `close` for a layer.
     """
 
     continues_completions = True
     reads_prompts = returns_topk = True
-    probe_every_n_loads = 10  # a probe of 0.8 M parameters takes 9 ms, 3 % of a quickstart iteration
+    probe_every_n_loads = 10  # with 0.8 M parameters, a probe takes 9 ms, 3 % of a quickstart iteration
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class LocalEngine(RolloutEngine):
         self.record_routes = record_routes
         self.boundary_timeout_s = boundary_timeout_s
 
-        self.key_value_bytes: float | None = None  # set before `start`; None means half of the GPU memory then free
+        self.key_value_bytes: float | None = None  # set before `start`; None means half of the free GPU memory
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None

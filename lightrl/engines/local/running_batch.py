@@ -173,12 +173,12 @@ class RunningBatch:
 
     def __init__(self, decoder: Decoder, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.max_rows = max_rows  # S, the maximum of `size`
-        self._decoder = decoder  # after its weights have changed, `recompute` must be called first
+        self._decoder = decoder  # call `recompute` after its weights have changed
         self._vocab_size = vocab_size  # V
         self.device = device
         self._rows: list[Row] = []
-        self._sampled: list[tuple[list[Row], Any, Any]] = []  # to encode: rows, supports as (row, id) [M, 2], tokens
-        # State on the host, so that only sampled tokens are read from the device to find finished rows.
+        self._sampled: list[tuple[list[Row], Any, Any]] = []  # not encoded: rows, supports as (row, id) [M, 2], tokens
+        # This state is on the host, so finding finished rows reads only sampled tokens from the device.
         self._prompt_lengths = np.zeros(max_rows, np.int64)
         self._lengths = np.zeros(max_rows, np.int64)  # tokens so far
         self._limits = np.zeros(max_rows, np.int64)  # max_new_tokens
@@ -269,7 +269,7 @@ class RunningBatch:
         return completions
 
     def read(self) -> None:
-        """Copies sampled tokens to the host: apart from supports and columns, the only wait for the device."""
+        """Copies sampled tokens to the host; only this, supports and columns wait for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return

@@ -80,7 +80,7 @@ class FusedLinear:
                 self._weight.untyped_storage().resize_(0)
 
     def unpack(self) -> None:
-        """Restores the plain weight; called before a write to it."""
+        """Restores the plain weight before it is overwritten."""
         packed, self._packed = self._packed, None
         if packed is not None and self._kernels is not None and not self._keeps_plain:
             self._weight.untyped_storage().resize_(self._weight.numel() * self._weight.element_size())
@@ -177,7 +177,7 @@ class LlamaDecoder:
     for all tokens that the rows may get; a single row may exceed the limit. A load writes weights in place.
 
     Args:
-        config: one for which `find_family` returned this `family`.
+        config: a config for which `find_family` returned this `family`.
         prefill_tokens: maximum number of tokens, with padding, in one forward over prompts.
     """
 
@@ -228,7 +228,7 @@ class LlamaDecoder:
                 "LocalEngine(fast_path=False)."
             )
 
-        # The cache, which is empty: keys and values are the same tensor until `_allocate` makes two.
+        # The cache is empty; keys and values are the same tensor until `_allocate` makes two.
         self._num_rows = 0
         shape = (len(self._layers), 0, self._num_kv_heads, 0, self._head_size)
         self._keys = torch.empty(shape, dtype=dtype, device=device)  # [layers, slots, K, T, D]
@@ -287,7 +287,7 @@ class LlamaDecoder:
     def fits(self, num_rows: int, num_tokens: int) -> bool:
         if self.cache_bytes is None or self._has_capacity(num_rows, num_tokens):
             return True
-        moved = self._keys.nbytes if self._num_rows else 0  # the copy also needs the old keys, then the old values
+        moved = self._keys.nbytes if self._num_rows else 0  # while copying, the old keys or values also need memory
         return num_rows * _rounded_up(num_tokens) * self.token_bytes + moved <= self.cache_bytes
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
@@ -301,7 +301,7 @@ class LlamaDecoder:
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
         self._pack()
-        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # nothing goes into the KV cache
+        no_sources = torch.empty(0, dtype=torch.int64, device=self._device)  # nothing is written to the KV cache
         self._make_rotations(len(token_ids))
         sequence = torch.tensor([[*token_ids]], device=self._device)
         return self._logits(self._forward(sequence, None, no_sources)[0])

@@ -247,7 +247,7 @@ void step_block(const Model& model, const Cache& cache, int64_t n, int64_t slot,
 }
 
 // Blocks of rows that several threads compute; each thread takes the next block. The caller takes blocks too, and waits
-// only for blocks that others have begun, so a thread that gets no core, or is lost in a fork, delays nothing.
+// only for blocks that other threads have begun, so a thread that gets no core or is lost in a fork delays nothing.
 struct Job {
   const std::function<void(int64_t)> run;  // computes a block
   const int64_t blocks;

@@ -123,7 +123,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def kernels() -> Kernels | None:
-    """Returns the kernels; None, after one warning, if they cannot be built or loaded here."""
+    """Returns the kernels, or warns once and returns None if they cannot be built or loaded here."""
     library = _library()
     return None if library is None else Kernels(library)
 
