@@ -6,7 +6,7 @@ Reading order:
     command.py     a server's arguments, command line and environment
     scoring.py     gets a teacher's logprobs or a reward model's rewards from a server
 
-May import: the same as engines/. Only this package knows SGLang's paths, except those of the gateway. To use another
+May import: the same as engines/. Only this package contains SGLang's paths, except the gateway's. To use another
 SGLang route, add a method to client.py, the route's behavior to tests/fake_sglang/, and a test on a real server.
 """
 

@@ -144,7 +144,7 @@ class SGLangClient(ServerClient):
         await self._update("/end_weight_update", {})
 
     async def update_weights_from_disk(self, folder: str, weight_version: str | None, *, timeout_s: float) -> None:
-        # By default, a server uses the `load_format` of its start; one started with dummy weights refuses real ones.
+        # By default, SGLang uses the `load_format` that it was started with; with `dummy`, it refuses real weights.
         body = {"model_path": folder, "load_format": "auto", "weight_version": weight_version, "flush_cache": True}
         await self._update("/update_weights_from_disk", body, timeout_s)
 
@@ -182,7 +182,7 @@ class SGLangClient(ServerClient):
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:
-        """Adds a LoRA adapter; takes a payload per tp rank. The server crashes if a tensor's SHA-256 does not match."""
+        """Adds a LoRA adapter from one payload per tp rank. The server crashes if a tensor's SHA-256 does not match."""
         body = {"lora_name": name, "config_dict": config, "expected_checksums": checksums, "load_format": LOAD_FORMAT}
         body |= {"serialized_named_tensors": list(payloads)}
         await self._update("/load_lora_adapter_from_tensors", body, timeout_s)

@@ -45,7 +45,7 @@ def with_server(call: ModelCall, module: Any) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call to a server. The environment variable LIGHTRL_SERVER_TOKEN has the server's token.
+    """The `run` of a model call to a server. The environment variable LIGHTRL_SERVER_TOKEN contains the server's token.
 
     Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
@@ -53,10 +53,10 @@ class ServedScores:
     url: str
     timeout_s: float = 1800.0  # deadline for one trajectory
     topk: int = 0  # K; 0 gets only the logprobs of the trajectories' tokens
-    vocab_size: int = 2**31  # the policy's
+    vocab_size: int = 2**31  # the policy's vocabulary size
 
     def __call__(self, experience: Experience, trajectories: Sequence[Any]) -> Tensor | Mapping[str, Tensor]:
-        """Returns the logprobs [B, T] at temperature 1 of tokens in the loss mask, and 0 for other tokens.
+        """Returns the logprobs [B, T] of tokens in the loss mask, at temperature 1, and 0 for other tokens.
 
         With `topk`, returns a mapping with `teacher_logprobs`, `teacher_topk_ids` and `teacher_topk_logprobs`; the last
         two are [B, T, K].

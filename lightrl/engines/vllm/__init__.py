@@ -5,7 +5,7 @@ Reading order:
     client.py      vLLM's paths as methods; generation.py  makes generation requests and parses the answers
     command.py     a server's arguments, command line and environment
 
-May import: the same as engines/. Only this package knows vLLM's paths, and nothing in it imports vLLM.
+May import: the same as engines/. Only this package contains vLLM's paths, and none of its files imports vLLM.
 """
 
 from lightrl.engines.vllm.command import VLLMProcess

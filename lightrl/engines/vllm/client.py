@@ -169,7 +169,7 @@ class VLLMClient(ServerClient):
         raise EngineError(_describe_missing(self.name, ["--enable-prompt-tokens-details"]))
 
     async def _missing_arguments(self, timeout_s: float) -> list[str]:
-        """Finds missing arguments by an always-refused request; the `?` keeps it from queueing behind generations."""
+        """Finds missing arguments with a request that is always refused; the `?` keeps it out of the queue."""
         try:
             await self.request("POST", f"{self.generate_path}?", {}, timeout_s=timeout_s, num_retries=0, read=None)
         except ServerRefused as error:

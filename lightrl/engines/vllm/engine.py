@@ -80,7 +80,7 @@ class VLLMEngine(ServerEngine):
         settings: settings of `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
             distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
             `record_routes: true` starts servers with `enable_return_routed_experts`, which needs vLLM's Model Runner
-            V2; with null, only servers that you start with it return routes. Not tested on a real server yet.
+            V2; with null, only servers that you start with this flag return routes. Not tested on a real server yet.
     """
 
     client_type = VLLMClient
@@ -103,7 +103,7 @@ class VLLMEngine(ServerEngine):
 
     def check_sampling(self, sampling: Sampling) -> None:
         super().check_sampling(sampling)
-        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would use 0.01, or refuse
+        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:  # vLLM would use 0.01, or refuse the request
             raise ValueError(
                 f"sampling.temperature must be 0 or from 0.01 to 2 for VLLMEngine, got {sampling.temperature:g}. "
                 "Change it, or use SGLangEngine."

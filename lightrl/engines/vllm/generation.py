@@ -75,7 +75,7 @@ def _parse(answer: Any) -> RawAnswer:
         {ROUTES.name: _expert_ids(choice.get("routed_experts"), num_read and num_read + len(entries) - 1)},
         full_support=min(full_sizes, default=None),
         top=[
-            [(token["logprob"], token["token_id"]) for token in tokens if not token["logprob"] <= _IMPOSSIBLE]  # NaN
+            [(token["logprob"], token["token_id"]) for token in tokens if not token["logprob"] <= _IMPOSSIBLE]  # or NaN
             for tokens in top_tokens
         ],
         rid=str(answer.get("request_id")).removeprefix(PREFIX),
@@ -84,7 +84,7 @@ def _parse(answer: Any) -> RawAnswer:
 
 
 def _expert_ids(text: str | None, num_tokens: int | None) -> str | None:
-    """Converts expert ids [tokens, layers, k], dense layers included, from base64 of `.npy` to base64 of int32."""
+    """Converts expert ids [tokens, layers, k], including dense layers, from base64 of `.npy` to base64 of int32."""
     if text is None:
         return None
     ids = np.lib.format.read_array(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
