@@ -28,7 +28,7 @@ class Completion:
     """The tokens generated for a prompt. Each sequence has one entry per token; lists become TokenArrays."""
 
     token_ids: Sequence[int]  # int32, including the stop token
-    # float32, in nats: log-softmax(logits / temperature) over the token's support; for greedy tokens, at temperature 1.
+    # float32, in nats: log-softmax(logits / temperature) over the token's support; greedy tokens use temperature 1.
     logprobs: Sequence[float]
     weight_versions: Sequence[int]  # int32, the weight version that sampled each token; never decreases
     finish_reason: FinishReason
@@ -87,7 +87,7 @@ class RolloutEngine(ABC):
     can_drop_replicas: ClassVar[bool] = False
     reads_prompts: ClassVar[bool] = False  # `log_probabilities` is implemented
     returns_topk: ClassVar[bool] = False  # completions can include the most likely tokens (columns/topk.py)
-    probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0: never
+    probe_every_n_loads: int = 0  # WeightSync compares `score` with the trainer every n loads; 0 means never
     reads_grammars: bool = False  # supports `Sampling.grammar`, which restricts the tokens that may be sampled
     parameter_names: ClassVar[Literal["module", "checkpoint"]] = "module"  # which names `load_weights` expects
     should_verify: bool = True  # see `WeightSync.verify`; set before `start`
@@ -126,11 +126,11 @@ class RolloutEngine(ABC):
         )
 
     def place(self, trainer_devices: Sequence[torch.device]) -> str:
-        """Chooses and describes devices, given the trainer's on this machine; raises ValueError if GPUs are too few."""
+        """Chooses and describes its devices, given the trainer's devices here; raises ValueError for too few GPUs."""
         return ""
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine | None:
-        """Predicts, before anything starts, where the engine will run and what memory it will use; None if unknown."""
+        """Predicts before anything starts where the engine will run and how much memory it needs; None if unknown."""
         return None
 
     def take_memory(self, key_value_bytes: float, fraction: float) -> str:
@@ -179,7 +179,7 @@ class RolloutEngine(ABC):
             session: name of the conversation, used for prefix caching.
             started: an interrupted completion to continue (n = 1). Its tokens keep their logprobs and versions and
                 count toward `sampling.max_new_tokens`; sampling continues as if it had not been interrupted.
-            attached: what the policy reads besides token ids; see `Attached` in trajectory.py.
+            attached: the policy's inputs other than token ids; see `Attached` in trajectory.py.
 
         Raises:
             ValueError: if the prompt is empty, has an id outside the vocabulary, or exceeds the context.
@@ -197,13 +197,13 @@ class RolloutEngine(ABC):
     ) -> list[asyncio.Future[Completion]]:
         """Starts one completion of this prompt per sampling; `generate` would return the same completions.
 
-        This default calls `generate` for each sampling. An override that sends one request for all saves tasks on the
-        event loop, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
+        This default calls `generate` for each sampling. An override that sends one request for the group needs fewer
+        tasks, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
         Called on the event loop. Cancelling one of the futures cancels only that completion.
 
         Args:
             started: for each sampling, an interrupted completion to continue, or None. Passed only to an engine that
-                continues completions, and only if one of them has tokens.
+                continues completions, and only if at least one has tokens.
 
         Raises:
             ValueError, EngineError: as in `generate`, either from this call or from the futures.
@@ -222,10 +222,10 @@ class RolloutEngine(ABC):
         """Stops the requests in flight at a token boundary, and makes new requests wait."""
 
     async def resume(self) -> None:
-        """Continues all requests from their tokens so far; recomputes the KV cache if the weights have changed."""
+        """Continues all requests where they stopped; recomputes the KV cache if the weights have changed."""
 
     async def unfinished(self) -> dict[int, Completion]:
-        """Returns each running completion so far, with finish reason `abort`, keyed by sampling seed.
+        """Returns every unfinished completion, with finish reason `abort`, keyed by sampling seed.
 
         Called while the engine is paused, if it `continues_completions`. The completions continue after `resume`.
         """
@@ -256,7 +256,7 @@ class RolloutEngine(ABC):
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns the logprobs that each routable replica computes for these sequences' tokens, keyed by replica name.
 
-        Logprobs are at temperature 1; each first token's is 0. Cached prefixes of earlier requests are not used. A
+        The temperature is 1, and each first logprob is 0. Cached prefixes of earlier requests are not used. A
         replica that cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}

@@ -80,7 +80,7 @@ class FakeEngine(RolloutEngine):
         seconds_per_token: a number, or a function of (prompt, sampling) that slows some completions, for example
             `lambda prompt, sampling: 0.3 if prompt[0] == 7 else 0.01`. Even at 0, other tasks run between tokens.
         delay_s: seconds before the first token: a number, or a function of (prompt, sampling).
-        fail_requests: indices of the requests, from 0, that raise EngineError.
+        fail_requests: indices of the requests that raise EngineError; the first request is 0.
         hang_requests: indices of the requests that hang until they are cancelled or the engine is closed.
         fail_loads: weight versions whose load raises WeightSyncError.
         logprob_error_nats: added to every logprob, to test checks that compare logprobs.

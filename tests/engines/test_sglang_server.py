@@ -605,7 +605,7 @@ def test_the_place_of_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert SGLangEngine(servers=2).place([CPU]) == "2 servers with tp=1 on the CPU, separate"
     planned = SGLangEngine(servers=1).place([GPU])
-    assert planned == "1 server with tp=1 on GPUs, of which this machine has none, separate"
+    assert planned == "1 server with tp=1 on GPUs (this machine has none), separate"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     text = SGLangEngine(servers=1, tp=2).place([torch.device("cuda", 0), GPU])
     assert text == "1 server with tp=2 on cuda:2, cuda:3, separate"

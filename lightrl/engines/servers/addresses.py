@@ -75,14 +75,14 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
             pass
     except OSError as error:
         raise ValueError(
-            f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it to "
-            "such an address, or omit it to use the local end of the route to the servers."
+            f"engine.trainer_host={trainer_host!r} ({address}) is not an address of this machine: {error}. Set it "
+            "to one, or omit it to use the local end of the route to the servers."
         ) from error
     return address
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of the network interface with this IPv4 address; None if there is none, or not on Linux."""
+    """Returns the name of the network interface with this IPv4 address; None if there is none or this is not Linux."""
     try:
         import fcntl
 

@@ -31,7 +31,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a running server reports: its process, its model, and how it stores weights."""
+    """A running server's description of its process, its model, and how it stores weights."""
 
     identity: str | None = None  # changes with a restart; None if the server does not report when it started
     num_ranks: int = 1  # number of tensor-parallel ranks
@@ -49,7 +49,7 @@ class ServerInfo:
     ep: int = 1  # number of expert-parallel groups; see ServerLayout
 
     def layouts(self, dtype: torch.dtype | None = None) -> list[ServerLayout]:
-        """Returns the possible layouts of the server's weights; `dtype` is the one that an earlier load found."""
+        """Returns the possible layouts of the server's weights; `dtype` is the dtype that an earlier load found."""
         dtypes = [self.dtype or dtype] if self.dtype or dtype else list(DTYPES)
         return [ServerLayout(item, self.num_ranks, self.is_cpu, self.is_vllm, self.ep) for item in dtypes if item]
 
@@ -119,7 +119,7 @@ MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "cuda_graph", "kv_cache")  # 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """A server's ranks in a process group in which rank 0 is the trainer."""
+    """A server's ranks in a process group whose rank 0 is the trainer."""
 
     master_address: str
     master_port: int
@@ -153,7 +153,7 @@ class ServerClient(Connection, ABC):
     ) -> Any:
         """Sends a generation request; returns the answer parsed by `read`: by default a dict, or a list for a batch.
 
-        Cancelling it closes the connection, which the server notices seconds later; `abort` stops the request at once.
+        Cancelling this call closes the connection, which the server notices seconds later; `abort` is immediate.
         """
         path = self.generate_path
         return await self.request("POST", path, body, timeout_s=timeout_s, num_retries=num_retries, read=read)
@@ -177,14 +177,14 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
-        """Returns these tokens' logprobs at temperature 1, 0 for the first; [] if the server cannot compute them.
+        """Returns the tokens' logprobs at temperature 1 (the first is 0), or [] if the server cannot compute them.
 
         `weights` is the name of a `NamedVersion`; None means the server's only weights.
         """
 
     @abstractmethod
     async def num_cached(self, token_ids: list[int], rid: str, cache_key: str, *, timeout_s: float) -> int:
-        """Generates one token after these; returns how many of these were in the prefix cache under `cache_key`."""
+        """Generates one token after these tokens; returns how many of them the prefix cache had under `cache_key`."""
 
     @abstractmethod
     async def abort(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -207,11 +207,11 @@ class ServerClient(Connection, ABC):
 
     @abstractmethod
     async def flush_cache(self, *, wait_s: float = 0.0) -> None:
-        """Empties the prefix cache. The server refuses if requests still run after `wait_s`, unless it is paused."""
+        """Empties the prefix cache. Unless paused, the server refuses if requests are still running after `wait_s`."""
 
     @abstractmethod
     async def begin_weight_update(self) -> bool:
-        """Tells the server that weight updates follow, until `end_weight_update`; False if it has no such call."""
+        """Announces weight updates until `end_weight_update`; returns False if the server has no route for this."""
 
     @abstractmethod
     async def end_weight_update(self) -> None: ...

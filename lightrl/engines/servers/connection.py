@@ -51,7 +51,7 @@ def raise_open_files() -> int:
 
 
 def connections_within(limit: int, num_servers: int) -> int:
-    """Returns how many requests per server may be in flight within this limit on open files."""
+    """Returns how many concurrent requests per server this limit on open files allows."""
     num_open = sum(1 for _ in Path("/dev/fd").iterdir())
     return max(1, (limit - num_open - _KEPT_FILES) // max(1, num_servers) - CONTROL_CONNECTIONS)
 
@@ -72,7 +72,7 @@ def connections_to_each(num_servers: int) -> int:
 
 
 def is_out_of_files(error: BaseException | None) -> bool:
-    """Whether the error comes from a limit on open files, of this process or machine, and not from the server."""
+    """Whether a limit on open files (of this process or machine) caused the error, rather than the server."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
@@ -133,13 +133,13 @@ class Connection:
         self.url = self.name = url.rstrip("/")  # the name is for messages
         self.timeouts = timeouts or Timeouts()
         self.last_answer_at: float | None = None  # monotonic seconds
-        self._last_path = ""  # the path of that answer
+        self._last_path = ""  # the path of the last request that was answered
         self._num_retries = num_retries
         self._backoff_s = backoff_s
         self._max_connections = max_connections
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
-        self._num_closes = 0  # number of `close` calls; a request is not retried after one
+        self._num_closes = 0  # number of `close` calls; requests sent before a call are not retried after it
         self._is_over = False
         self._has_warned_of_busy = False
 
@@ -156,7 +156,7 @@ class Connection:
     ) -> Any:
         """Returns the answer, parsed by `read`; a `timeout_s` of 0 means `timeouts.generate_s` or `timeouts.request_s`.
 
-        Retries as the module docstring says, unless `close` was called meanwhile. A retry of a generation or batch gets
+        Retries as described at the top of this file, unless `close` was called. A retry of a generation or batch gets
         a new random `rid` in `body`: the server may still be running the old one. `headers`, if given, receives the
         answer's headers, with lower-case names.
 
@@ -180,7 +180,7 @@ class Connection:
                 is_temporary = isinstance(error, EngineUnreachable | OutOfFiles)
                 is_temporary |= isinstance(error, ServerRefused) and error.is_temporary
                 may_repeat = attempt < retries and is_temporary
-                if isinstance(error, ServerRefused) and error.is_busy:  # the deadline replaces the number of retries
+                if isinstance(error, ServerRefused) and error.is_busy:  # only the deadline limits its retries
                     wait_s = max(wait_s, error.retry_after_s)
                     # A generation with `num_retries=0` is not repeated here: its caller tries other servers.
                     may_wait = retries > 0 or (kind == "control" and error.status in _NOT_TAKEN)
@@ -205,7 +205,7 @@ class Connection:
         self._num_closes += 1
         self._is_over = self._is_over or for_good
         for kind in list(self._sessions):
-            # One at a time, so that after a cancellation the next `close` continues with the others.
+            # One at a time, so that if this call is cancelled, the next `close` closes the rest.
             session = self._sessions.pop(kind, None)
             if session is not None:
                 await session.close()
@@ -253,10 +253,10 @@ class Connection:
             if task is None or task.cancelling() or self._num_closes == num_closes:
                 raise
             raise EngineUnreachable(f"The connection to {self.name} was closed before it accepted {name}.") from error
-        except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's deadline is below
+        except aiohttp.ServerTimeoutError as error:  # the connection's deadline; the request's is handled below
             raise EngineUnreachable(
                 f"{self.name} did not accept a connection for {name} within engine.timeouts.request_s="
-                f"{self.timeouts.request_s:g}; {self.describe()}. It may hang, or have too many connections."
+                f"{self.timeouts.request_s:g}; {self.describe()}. It may be stuck, or have too many connections."
             ) from error
         except TimeoutError as error:
             raise EngineTimeout(

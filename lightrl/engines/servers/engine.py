@@ -5,7 +5,7 @@ ServerSource and WeightDelivery hold the settings. `start` makes the other parts
     ServerSource, WeightDelivery   where the servers come from; how weights reach them
     ServerFleet, HomeLoop          the servers' states; the event loop for everything below
     Members, Leader                change the states of servers; let other processes send requests
-    RequestLoop                    sends `generate` to a server, and to another if that fails
+    RequestLoop                    sends `generate` to a server, and to another if the first one fails
     WeightLoader                   sends `load_weights` to all servers, and verifies the result
     Watch                          handles servers that are lost, return, join or leave
 
@@ -81,8 +81,8 @@ class ServerEngine(RolloutEngine):
     during the run. Started servers get the GPUs that the trainer does not use, or the trainer's GPUs if colocated.
 
     A request goes to the server with the fewest outstanding tokens; later turns of a session go to the server that
-    has the prefix in its cache. If a server is lost, hangs or fails (5xx), its requests continue on other servers from
-    their tokens so far; no token is counted twice. An error in the request (4xx) is raised. If no server is left, an
+    has the prefix in its cache. If a server is lost, hangs or fails (5xx), its requests continue on other servers and
+    keep their tokens; no token is counted twice. An error in the request (4xx) is raised. If no server is left, an
     EngineError says what happened to each server.
 
     Args:
@@ -92,8 +92,8 @@ class ServerEngine(RolloutEngine):
         server_args: arguments for started servers, keyed by the server's argument names.
         transport: how weights are sent: `disk`, `distributed` (NCCL, or gloo on the CPU), `tensor` (same host; uses a
             pickle, see weights/shared_memory.py), `delta` (only the changes, through weight receivers) or `cuda_ipc`
-            (same GPUs; also uses a pickle; not tested yet). If all servers report one dtype, weights are sent in it.
-        router: what chooses a request's server: `smg` starts SGLang's gateway on this machine (pip install smg); an
+            (same GPUs; also uses a pickle; not tested yet). If all servers report the same dtype, weights have it.
+        router: chooses each request's server. `smg` starts SGLang's gateway on this machine (pip install smg); an
             address names a running gateway that no other run uses; None lets the engine choose. Only generations go
             through a gateway.
         weight_folder: folder for the disk transport, which must have the same path on the trainer and the servers; None
@@ -164,7 +164,7 @@ class ServerEngine(RolloutEngine):
         self.router = router
         self.record_routes = record_routes
         self.timeouts = timeouts
-        self.fleet = ServerFleet()  # `start` replaces this and the following
+        self.fleet = ServerFleet()  # `start` replaces this and the attributes below
         self._home = HomeLoop(self.fleet.describe)
         self._members: Members | None = None
         self._loader: WeightLoader | None = None

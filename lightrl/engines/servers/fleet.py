@@ -25,7 +25,7 @@ class ServerFleet:
     """The servers of an engine, and which sessions' prefixes each server has in its cache.
 
     A server is routable only after it has acknowledged the current weights. A session stays on its server unless that
-    has over `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves about that much.
+    server has over `max_lead_tokens` more outstanding tokens than the least busy one: a cached prefix saves that many.
     """
 
     may_grow: bool = False  # whether new servers may join
@@ -54,9 +54,9 @@ class ServerFleet:
         return server.state == "draining" and server.num_requests > 0
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> bool:
-        """Marks a server as lost, because it is gone or its weights are unknown; returns False if it already was.
+        """Marks a server as lost, because it is gone or its weights are unknown; returns False if it was lost before.
 
-        A server that the engine started is restarted until it `is_given_up`; any other server may return by itself.
+        A server that the engine started is restarted until it `is_given_up`; any other server may return on its own.
         Requests wait for both kinds. A server that is lost too often is retired, unless it is the last one.
         """
         if not self.has(server):
@@ -87,7 +87,7 @@ class ServerFleet:
         return self.servers.get(server.url) is server
 
     def choose(self, session: str, *, min_version: int = -1, excluded: Collection[Server] = ()) -> Server | None:
-        """Returns the server for this session's request, None if none is eligible; excluded ones are a last resort."""
+        """Returns the server for this session's request, or None if none is eligible; avoids `excluded` if it can."""
         eligible = [server for server in self.in_state("routable") if server.weight_version >= min_version]
         candidates = [server for server in eligible if server not in excluded] or eligible
         if not candidates:

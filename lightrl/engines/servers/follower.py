@@ -62,7 +62,7 @@ class Follower:
     salt: str  # the leader's ServerFleet.salt
     token: str | None
     timeouts: Timeouts
-    max_connections: int  # connections per server from this process; further requests wait here
+    max_connections: int  # connections per server from this process; other requests wait here
     limits: RequestLimits
     make_router: Callable[..., Router] = Router  # the result of the leader's `Router.for_followers`
     reads_grammars: bool = False
@@ -78,7 +78,7 @@ class Follower:
         router = self.make_router(self._fleet, timeouts=self.timeouts)
         self._members = _FollowedMembers(self._home, self._fleet, router, self.timeouts, report)
         self._traffic = Traffic(is_held=True)  # until the first state arrives
-        leader = Leader(self._home, self._members, self._traffic)  # without followers of its own; RequestLoop needs one
+        leader = Leader(self._home, self._members, self._traffic)  # RequestLoop needs one, but it has no followers
         self._requests = RequestLoop(
             self._home, self._members, self._traffic, leader, limits=self.limits, timeouts=self.timeouts
         )

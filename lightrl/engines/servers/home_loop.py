@@ -89,7 +89,7 @@ class HomeLoop:
     async def end_tasks(self) -> None:
         """Cancels all tasks and waits for them; called on the loop.
 
-        Tasks that still run are cancelled again: aiohttp swallows a cancellation that arrives as its timeout expires.
+        Cancels running tasks again, because aiohttp swallows a cancellation that arrives as its timeout expires.
         """
         me = asyncio.current_task()
         while tasks := [task for task in self._tasks if task is not me and not task.done()]:

@@ -24,7 +24,7 @@ class Traffic:
     """The requests in flight from this process or its followers, and the gate: whether new requests may begin."""
 
     num_running: int = 0  # completions that a server is generating
-    num_with_minimum: int = 0  # those with min_new_tokens, which servers would count from 0 again after a pause
+    num_with_minimum: int = 0  # completions with min_new_tokens, which servers count from 0 again after a pause
     num_waiting: int = 0  # completions that wait for the gate or for a server
     is_held: bool = False  # new requests wait until a load ends
     is_paused: bool = False
@@ -51,7 +51,7 @@ class FollowerState:
     """A follower's state, sent back to the leader."""
 
     num_running: int = 0  # completions that a server is generating
-    num_with_minimum: int = 0  # those of them with `min_new_tokens`
+    num_with_minimum: int = 0  # running completions with `min_new_tokens`
     loads: tuple[tuple[str, int, int], ...] = ()  # address, requests, outstanding tokens
 
 

@@ -24,7 +24,7 @@ from lightrl.errors import EngineError, EngineTimeout
 log = logging.getLogger(__name__)
 
 _SHORT_S = 5.0
-_WARN_AFTER_S = 3.0  # soon, because a wrong port looks like a server that is still starting
+_WARN_AFTER_S = 3.0  # short, because a wrong port looks like a server that is still starting
 _WARN_EVERY_S = 30.0
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -81,7 +81,7 @@ class Members:
 
     def lose(self, server: Server, reason: str, *, is_given_up: bool = False) -> None:
         """Marks a server as lost and makes its requests fail, so that they continue on other servers."""
-        if server.process is not None and not is_given_up:  # quote the log's end: a restart may hide it
+        if server.process is not None and not is_given_up:  # quote the end of the log, because a restart may hide it
             reason = f"{reason}. {server.process.last_output()}"
         if self.fleet.lose(server, reason, is_given_up=is_given_up):
             state = "retired" if server.state == "retired" else "lost"
@@ -118,7 +118,7 @@ class Members:
             )
 
     async def wait_for_any(self) -> None:
-        """Waits up to `server_wait_s` for a server that may get weights."""
+        """Waits up to `server_wait_s` for a server that can receive weights."""
         since = time.monotonic()
         while not self.fleet.in_state(*ACTIVE):
             self.check_wait(since)
@@ -139,7 +139,7 @@ class Members:
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
-        `auto` is the dtype that the setting `auto` means on servers started by the engine; on others it may differ.
+        `auto` is the dtype that the setting `auto` selects on servers started by the engine; it may differ on others.
         """
         dtypes = set()
         for server in self.fleet.in_state():
@@ -159,7 +159,7 @@ class Members:
                 with contextlib.suppress(EngineError):
                     await server.client.abort(abort_all=True)
             await asyncio.sleep(0.05)
-            await self.router.settle()  # a gateway's router updates the number of requests
+            await self.router.settle()  # updates the number of requests if a gateway counts them
         await self.forget(server)
 
     async def forget(self, server: Server) -> None:

@@ -61,7 +61,7 @@ class Announcement:
         self._thread.start()
 
     def leave(self, timeout_s: float = 30.0) -> bool:
-        """Waits until runs no longer use the servers; returns False if that takes over `timeout_s` (0: no waiting)."""
+        """Waits until no run uses the servers; returns False if that takes longer than `timeout_s` (0: no waiting)."""
         if not self._thread.is_alive() or not timeout_s:
             self.end()
             return True
@@ -124,7 +124,7 @@ class Registry:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 text = file.read_text()
                 if self._changes.get(file.name, ("", 0.0))[0] != text:
-                    self._changes[file.name] = (text, now if self._has_read else now - EXPIRE_S)  # at first, expired
+                    self._changes[file.name] = (text, now if self._has_read else now - EXPIRE_S)  # initially expired
                 if now - self._changes[file.name][1] < EXPIRE_S:
                     content = json.loads(text)
                     receiver = content.get("receiver")

@@ -24,7 +24,7 @@ from lightrl.functional import encode_supports
 from lightrl.models import Attachments
 from lightrl.trajectory import FinishReason, Sampling
 
-_ABOVE_0_NATS = 1e-3  # how far rounding may raise a logprob above 0
+_ABOVE_0_NATS = 1e-3  # how far rounding can raise a logprob above 0
 NO_IDS: TokenArray[int] = TokenArray((), "i")
 _NO_LOGPROBS: TokenArray[float] = TokenArray((), "f")
 # Encodes a server's data for a number of tokens; raises ValueError if the data is from a different model.
@@ -86,7 +86,7 @@ class CompletionDraft:
     attachments: Attachments | None = None
     named_version: NamedVersion | None = None  # the latest request's version; None means the server's only weights
     vocab_size: int = 2**31
-    num_ties: int = 8  # likely tokens that vLLM returns beyond `max_support`: they may tie with its last one
+    num_ties: int = 8  # likely tokens that vLLM returns beyond `max_support`, in case some tie with the last
 
     def start_with(self, started: Completion) -> None:
         """Starts with the tokens of an unfinished completion."""
@@ -170,8 +170,8 @@ class CompletionDraft:
                 self.num_ties *= 8  # for the next attempt
                 raise MalformedAnswer(
                     f"{server} returns only the {answer.full_support} most likely tokens, but may have sampled from "
-                    f"more, because others are as likely as token {self.sampling.max_support}. Use a different top_k "
-                    "or top_p, or SGLangEngine."
+                    f"more, because others may tie with the {self.sampling.max_support} most likely. Change top_k or "
+                    "top_p, or use SGLangEngine."
                 )
             self.columns = extended(self.columns, self.num_tokens, columns, len(token_ids))
         self.token_ids = TokenArray.joined([self.token_ids, token_ids], "i")
@@ -186,7 +186,7 @@ class CompletionDraft:
             self.token_ids, self.logprobs, self.weight_versions, self.columns = NO_IDS, _NO_LOGPROBS, NO_IDS, {}
 
     def check(self, answer: Answer, server: str, rid: str, oldest: int, newest: int) -> None:
-        """Raises MalformedAnswer if this answers a different request, or reports weights that the server never had.
+        """Raises MalformedAnswer if the answer is for a different request, or reports weights that the server lacked.
 
         Args:
             oldest, newest: the weight versions that the server may have had; for a named version, base versions.
@@ -268,7 +268,7 @@ class RawAnswer:
 def parse_answer(content: bytes, parse: Callable[[Any], RawAnswer]) -> Answer:
     """Parses and checks an answer; raises ValueError if it is not JSON.
 
-    The garbage collector is off meanwhile: short-lived lists of a thousand tokens would trigger it, and it would visit
+    The garbage collector is off, because short-lived lists of a thousand tokens would trigger it, and it would visit
     all trajectories in memory (0.9 of the 2.2 ms per request).
     """
     was_enabled = gc.isenabled()

@@ -53,7 +53,7 @@ class _Failures:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What the servers' model accepts and returns."""
+    """The inputs that the servers' model accepts, and the columns that it returns."""
 
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
@@ -78,7 +78,7 @@ class ServedVersions:
         return contextlib.nullcontext()
 
     def min_version(self, draft: CompletionDraft) -> int:
-        """Returns the oldest weight version with which a server may continue the completion."""
+        """Returns the oldest weight version at which a server may continue the completion."""
         return draft.last_version
 
     def is_missing(self, server: Server, error: EngineError) -> bool:
@@ -139,7 +139,7 @@ class RequestLoop:
                     task.cancel()
 
     async def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
-        """Implements `RolloutEngine.score`; omits a server that is lost meanwhile."""
+        """Implements `RolloutEngine.score`; omits servers that are lost in the meantime."""
         with self.home.cancelled_with_loop():
             while True:
                 await self._find_server("probe", set())
@@ -196,7 +196,7 @@ class RequestLoop:
     async def hold(self, servers: Collection[Server]) -> None:
         """Holds new requests until `release`; if any request in flight has `min_new_tokens`, aborts all requests.
 
-        A server would handle a pause only after earlier requests.
+        New requests must wait, because a server handles a pause only after the requests that came before it.
         """
         self.traffic.is_held = True
         await self.leader.notify()
@@ -235,7 +235,7 @@ class RequestLoop:
             self.members.lose(server, f"it could not be {done}: {error}")
 
     async def _generate(self, draft: CompletionDraft, session: str) -> Completion:
-        """Sends requests until the completion is finished; if a server is lost, the next request goes to another."""
+        """Sends requests until the completion is finished; if a server is lost, sends the next one to another."""
         failures = _Failures()
         while draft.finish_reason is None:
             server = await self._find_server(session, failures.servers, min_version=self.versions.min_version(draft))
@@ -252,7 +252,7 @@ class RequestLoop:
         return draft.completion()
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
-        """Waits, if the request may be sent again; otherwise raises the error."""
+        """Waits if the request may be sent again; otherwise raises the error."""
         self._check_may_repeat(server, error)
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
@@ -275,7 +275,7 @@ class RequestLoop:
         await asyncio.sleep(wait_s * random.uniform(1.0, 1.2))
 
     def _check_may_repeat(self, server: Server, error: EngineError) -> None:
-        """Raises the error unless a repeated request may succeed. A server that lacks the request's version is lost."""
+        """Raises the error unless a repeated request may succeed; if the server lacks the version, marks it as lost."""
         is_refused = isinstance(error, ServerRefused) and not error.is_temporary
         if is_refused and self.versions.is_missing(server, error):
             self.members.lose(server, str(error))
@@ -283,7 +283,7 @@ class RequestLoop:
             raise error
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
-        """Sends one request and adds its answer to the draft; aborts it when cancelled, or after `generate_s`."""
+        """Sends one request and adds its answer to the draft; aborts it on cancellation or after `generate_s`."""
         rid = secrets.token_hex(16)
         traffic, fleet, router = self.traffic, self.fleet, self.members.router
         router.start_request(server, draft.max_tokens)

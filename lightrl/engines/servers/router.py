@@ -29,14 +29,14 @@ class Router:
         """Does background work while the engine runs."""
 
     async def settle(self) -> None:
-        """Returns when requests go only to routable servers, or when the router has failed to ensure that."""
+        """Returns once only routable servers get requests, or once the router has failed to ensure this."""
 
     def can_send(self) -> bool:
         """Whether a request can be sent now to a server whose weights are verified."""
         return True
 
     def may_reach(self, server: Server, *states: State) -> list[Server]:
-        """Returns the servers that a request for `server` may reach; if a gateway chooses, all in these states."""
+        """Returns the servers that may get a request for `server`; a gateway may choose any server in these states."""
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:

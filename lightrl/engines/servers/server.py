@@ -15,7 +15,7 @@ from lightrl.engines.servers.client import MEMORY_PARTS, MemoryPart, ServerClien
 from lightrl.engines.servers.processes.process import ServerProcess
 
 State = Literal["starting", "routable", "draining", "restarting", "lost", "retired"]
-ACTIVE: tuple[State, ...] = ("starting", "routable")  # may get weights
+ACTIVE: tuple[State, ...] = ("starting", "routable")  # can receive weights
 GONE: tuple[State, ...] = ("restarting", "lost", "retired")
 SPEED_ANSWERS = 64  # number of recent answers over which a server's speed is averaged
 
@@ -24,8 +24,8 @@ SPEED_ANSWERS = 64  # number of recent answers over which a server's speed is av
 class Server:
     """A server at one address, from when it joins until it is forgotten; used only on the home loop.
 
-    `ServerFleet` decides the state; `Members` and `Watch` act on it. When the engine restarts a server, the server
-    becomes a new Server with a new address and the same process object.
+    `ServerFleet` decides the state; `Members` and `Watch` act on it. When the engine restarts a server, it makes
+    a new Server with a new address and the same process object.
     """
 
     client: ServerClient
@@ -37,15 +37,15 @@ class Server:
     weight_version: int = -1  # the last version that it acknowledged
     verified_by: Verification = "version"  # the strongest check that the last load passed
     info: ServerInfo | None = None  # None until `identify`
-    digest_dtype: torch.dtype | None = None  # the dtype in which its digests equaled the trainer's
+    digest_dtype: torch.dtype | None = None  # the dtype for which its digests matched the trainer's
     logged_check: Verification | None = None  # the check that was last logged for this process
-    released: set[MemoryPart] = field(default_factory=set)  # parts of its memory; resuming any other would crash it
+    released: set[MemoryPart] = field(default_factory=set)  # parts of its memory; resuming other parts would crash it
     num_requests: int = 0
     outstanding_tokens: int = 0  # prompt tokens plus max_new_tokens of its requests
     num_answers: int = 0
     recent_s: float = 0.0  # seconds and tokens of recent answers, with decaying weights
     recent_tokens: float = 0.0
-    is_slow: bool = False  # whether it is much slower than the others; logged when it becomes so
+    is_slow: bool = False  # whether it is much slower than the others; logged when it slows down
 
     @property
     def url(self) -> str:
@@ -87,7 +87,7 @@ class Server:
             await self.client.release_memory(tags)
 
     async def resume_memory(self, parts: Collection[MemoryPart] = MEMORY_PARTS) -> None:
-        """Resumes, one by one, those of `parts` that were released."""
+        """Resumes the released ones among `parts`, one at a time."""
         for part in MEMORY_PARTS:
             if part in parts and part in self.released:
                 self.released.discard(part)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class ServerSource:
-    """The settings that determine the servers. From `open` to `end` it also holds their processes, folder and token."""
+    """The settings that determine the servers and, between `open` and `end`, their processes, folder and token."""
 
     client_type: type[ServerClient]
     process_type: type[ModelProcess]
@@ -51,7 +51,7 @@ class ServerSource:
     receivers: Receivers = field(default_factory=Receivers)
     registry: Registry | None = None  # set by `open`, like the following fields
     token: str | None = None
-    num_connections: int = MAX_CONNECTIONS  # to each server, within the limit on open files
+    num_connections: int = MAX_CONNECTIONS  # connections to each server, within the limit on open files
     folder: Path = field(default_factory=Path)  # a temporary folder on this machine, until `remove_folder`
     _processes: list[ServerProcess] = field(default_factory=list)  # servers, and helpers that `keep` restarts
     _home: HomeLoop | None = None
@@ -76,7 +76,7 @@ class ServerSource:
         gpus = self.gpus()
         if gpus is None:  # a plan may be for another machine
             is_for_gpus = any(device.type == "cuda" for device in self.trainer_devices)
-            devices = "GPUs, of which this machine has none" if is_for_gpus else "the CPU"
+            devices = "GPUs (this machine has none)" if is_for_gpus else "the CPU"
         else:
             devices = ", ".join(f"cuda:{gpu}" for gpu in gpus)
         return f"{count_text(self.num, 'server')} with tp={self.tp} on {devices}, {self.placement}"

@@ -23,13 +23,13 @@ from lightrl.errors import EngineError, EngineTimeout, LightRLError
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_IDENTIFY_EVERY = 5  # identify only at every fifth check, because that request costs more: it goes to the scheduler
+_IDENTIFY_EVERY = 5  # identify only at every fifth check, because the server's scheduler has to answer that request
 _FAILURES = (LightRLError, OSError, MemoryError, RuntimeError)  # from work in a thread, or from starting the thread
 
 
 @dataclass(eq=False)
 class Watch:
-    """Checks every server until it is forgotten, and reads the registry, if any; used on the home loop.
+    """Checks every server until it is forgotten, and reads the registry if there is one; used on the home loop.
 
     A lost server is restarted if the engine started it; otherwise it is checked until it returns. In both cases it gets
     the weights before it gets requests.
@@ -76,7 +76,7 @@ class Watch:
                 self.members.lose(server, f"its process ended ({process.exit_status()})")
                 continue
             if server.client.last_answer_at is None or time.monotonic() - checked_at < interval_s:
-                continue  # `reach` waits for the first answer, and reports an error if none comes
+                continue  # `reach` waits for the first answer, and reports an error if none arrives
             num_checks += 1
             try:
                 problem = await self._find_problem(server, should_identify=num_checks % _IDENTIFY_EVERY == 0)
@@ -84,7 +84,7 @@ class Watch:
                 answered_at = time.monotonic()  # the server is not the cause
                 continue
             except EngineError as error:
-                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # or it cannot serve rollouts
+                is_gone = not isinstance(error, EngineTimeout | ServerRefused)  # also true if it cannot serve rollouts
                 silent_s = min(time.monotonic() - answered_at, server.silent_s)
                 if server.state not in GONE and (is_gone or silent_s >= self.timeouts.hang_s):
                     self.members.lose(server, str(error))
@@ -123,7 +123,7 @@ class Watch:
         return True
 
     async def _restart(self, lost: Server, process: ServerProcess) -> None:
-        """Restarts a server that the engine started, if the restart policy allows it; makes a new Server for it."""
+        """Restarts a server that the engine started, if the restart policy allows, and makes a new Server for it."""
         current = lost
 
         async def join_with_weights() -> None:

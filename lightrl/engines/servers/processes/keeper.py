@@ -71,7 +71,7 @@ async def keep(process: ServerProcess, *, hang_s: float = HANG_S) -> str:
 async def restart(
     process: ServerProcess, reason: str, on_ready: Callable[[], Awaitable[None]] | None = None
 ) -> str | None:
-    """Stops a process and starts it again, as often as its policy allows; returns why it is given up, None if it runs.
+    """Stops a process and starts it again, as often as its policy allows; returns None once it runs, or why it gave up.
 
     `on_ready` makes the process usable; if it raises, the restart has failed.
     """

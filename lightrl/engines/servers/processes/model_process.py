@@ -35,10 +35,10 @@ class ModelProcess(ServerProcess):
         settings: other arguments of ServerProcess.
     """
 
-    title: str  # for example SGLang; its package has the name in lower case, environment variables in upper case
+    title: str  # for example SGLang; packages use it in lower case, and environment variables in upper case
     preset: ClassVar[Mapping[str, str]]  # argument that lightrl sets → lightrl's setting to use instead
     defaults: ClassVar[Mapping[str, Any]]
-    cpu_defaults: ClassVar[Mapping[str, Any]]  # also used in an environment built for this machine's CPU
+    cpu_defaults: ClassVar[Mapping[str, Any]]  # added to `defaults` in an environment built for this machine's CPU
 
     def __init__(
         self,

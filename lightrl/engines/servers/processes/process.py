@@ -1,4 +1,4 @@
-"""ServerProcess: starts a server as a child process, checks its readiness and health, and stops it without orphans.
+"""ServerProcess: starts a server as a child process, checks its readiness and health, and stops it and its children.
 
 Each kind of server has a subclass with its command line. `keeper.py` starts several and restarts them.
 """
@@ -75,15 +75,15 @@ class HeldPort:
 
 @dataclass
 class RestartPolicy:
-    """When to restart a lost process, and when to give it up."""
+    """When to restart a lost process, and when to give up on it."""
 
     max_restarts: int = 3  # in a row
-    backoff_s: float = 1.0  # wait before the first restart; doubles with each further restart, up to a minute
+    backoff_s: float = 1.0  # wait before the first restart; doubles with each restart, up to a minute
     stable_s: float = 600.0  # a run of this length resets the count
     restarts: int = 0  # so far, in a row
 
     def delay_s(self, ran_s: float) -> float | None:
-        """Returns how long to wait before the next start, after a run of `ran_s`; None to give the process up."""
+        """Returns how long to wait before the next start, after a run of `ran_s`; None means to give up."""
         if ran_s >= self.stable_s:
             self.restarts = 0
         if self.restarts >= self.max_restarts:
@@ -102,13 +102,13 @@ class ServerProcess:
     Args:
         command: the program and its arguments, with `{port}` for the port. It gets the token in LIGHTRL_SERVER_TOKEN.
             Its socket must set SO_REUSEADDR, as most servers' sockets do.
-        host: address to listen on. Before you set one other than the loopback, consider who can reach it.
+        host: address to listen on. Before you set an address other than the loopback, consider who can reach it.
         port: None for a free port at each start, 0 for a free port that it keeps after the first start.
         token: token that requests must carry; None for a random one. It cannot start with `-`.
-        devices: the GPUs that it sees (CUDA_VISIBLE_DEVICES); None for those of this process.
+        devices: the GPUs that it sees (CUDA_VISIBLE_DEVICES); None for the ones that this process sees.
         log_file: file to which its output is appended; None for a file in a temporary folder.
         startup_timeout_s: maximum time from its start until it is ready.
-        stop_timeout_s: time that it has to exit; then it is killed.
+        stop_timeout_s: time that it has to exit before it is killed.
     """
 
     secret_arguments: tuple[str, ...] = ()  # arguments for the token, which the server reads from a private file
@@ -262,7 +262,7 @@ class ServerProcess:
         if self._held_port is not None:
             self._held_port.close()
         if self._secrets_file is not None:
-            with contextlib.suppress(OSError):  # another error may be in flight
+            with contextlib.suppress(OSError):  # must not hide an error that is being raised
                 self._secrets_file.unlink(missing_ok=True)
 
     def command_line(self, secrets_file: str) -> list[str]:
@@ -275,7 +275,7 @@ class ServerProcess:
 
     def _write_secrets(self) -> Path:
         """Writes the token to a file, because all users of the machine can see command lines."""
-        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # for this user only
+        descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML
         return Path(name)

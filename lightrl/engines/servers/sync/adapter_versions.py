@@ -72,7 +72,7 @@ class AdapterClient(Protocol):
 class AdapterVersions(ServedVersions):
     """The adapter versions that every routable server has."""
 
-    fleet: ServerFleet  # its weight version is that of the base
+    fleet: ServerFleet  # its weight version is the base's
     form: ServedForm
     timeout_s: float  # limit for each request, and for a removed version's requests to finish
     newest: int = -1
@@ -80,7 +80,7 @@ class AdapterVersions(ServedVersions):
     _in_use: dict[int, dict[str, Server]] = field(default_factory=dict)  # version → id and server of its requests
 
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
-        """Returns the version that the completion started with, or the newest if servers no longer hold that one."""
+        """Returns the version that the completion started with, or the newest if servers no longer have it."""
         version = self.newest
         if started_with is not None and started_with.version in self._adapters:
             version = started_with.version
@@ -139,7 +139,7 @@ class AdapterVersions(ServedVersions):
         self._in_use.pop(version, None)
         if requests:
             log.warning(
-                "%d requests with adapter %s still run, timeouts.sync_s=%g s after they were aborted, on %s. The next "
+                "%d requests with adapter %s are still running, timeouts.sync_s=%g s after an abort, on %s. The next "
                 "load removes the adapter.",
                 len(requests),
                 name_of(version),
@@ -148,7 +148,7 @@ class AdapterVersions(ServedVersions):
             )
             return
         for server in self.fleet.in_state("routable"):
-            with contextlib.suppress(EngineError):  # the server may have been lost meanwhile
+            with contextlib.suppress(EngineError):  # the server may have been lost in the meantime
                 await _client(server).unload_adapter(name_of(version), timeout_s=self.timeout_s)
 
 

@@ -81,7 +81,7 @@ class WeightDelivery:
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError, which names `setting`, if loads do not send whole weights."""
+        """Raises ValueError naming `setting` if loads do not send whole weights."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""
@@ -91,7 +91,7 @@ class WeightDelivery:
         """Called before `loader`; see RolloutEngine."""
 
     def parts_to_load(self, base_version: int) -> list[Part]:
-        """Returns the parts that the next load must send; `base_version` is the version of the servers' base or -1."""
+        """Returns the parts that the next load must send, given the version of the servers' base (-1: none)."""
         return ["whole"]
 
     def versions(self, fleet: ServerFleet, sync_s: float) -> ServedVersions:

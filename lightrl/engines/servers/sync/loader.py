@@ -48,7 +48,7 @@ class WeightLoader:
     sync: ServerSync
     timeouts: Timeouts
     config: PretrainedConfig  # describes the servers' model
-    dtype: torch.dtype | None = None  # dtype of the weights that are sent; None: the trainer's dtype
+    dtype: torch.dtype | None = None  # dtype of the weights that are sent; None means the trainer's dtype
     is_colocated: bool = False  # whether the servers release memory for the trainer between loads
     last_report: SyncReport | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)  # one load at a time
@@ -170,12 +170,12 @@ class WeightLoader:
         await self.members.drain(server)
 
     async def _prepare_load(self) -> tuple[list[Server], dict[str, str]]:
-        """Returns the servers that take part in the load, and for each of the others, why it does not (by address)."""
+        """Returns the servers to load, and for each other server's address, the reason why the load omits it."""
         await self.members.wait_for_any()
         servers = self.fleet.in_state(*ACTIVE)
         is_known = all(server.info is not None for server in servers)
         identifying = asyncio.gather(*(self._identify(server) for server in servers))
-        if not is_known:  # if all are known, they may answer during the load
+        if not is_known:  # if all are known, the load need not wait for this
             await identifying
             servers = [server for server in servers if server not in self._refused]
         self.requests.leave_to_load(servers)
@@ -184,7 +184,7 @@ class WeightLoader:
         return servers, {server.url: server.reason for server in self.fleet.in_state() if server not in servers}
 
     async def _before_admit(self, server: Server) -> None:
-        """Loads what a returning server needs besides the weights; here, nothing."""
+        """Loads anything that a returning server needs besides the weights; by default, nothing."""
 
     async def _identify(self, server: Server) -> None:
         """Updates `info`; a known server that now lacks a required argument is lost, and excluded from loads."""
@@ -245,7 +245,7 @@ class WeightLoader:
         await self.requests.release(servers)
 
     async def _reassess(self, server: Server) -> None:
-        """After an interrupted sync: admits a server if it reports the previous version, otherwise marks it as lost."""
+        """After an interrupted sync, admits a server that reports the previous version, and marks others as lost."""
         version = self.fleet.weight_version
         try:
             info = await server.client.model_info()

@@ -1,4 +1,4 @@
-"""SyncServers, the servers that still take part in a weight sync; SyncReport, its outcome for each server."""
+"""SyncServers, the servers that have not failed in a weight sync; SyncReport, its outcome for each server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class SyncReport:
-    """The outcome of a sync for each server, which serves a version or is lost. Keys are addresses."""
+    """The outcome of a sync: each server serves a version or is lost. Keys are server addresses."""
 
     weight_version: int  # the version to load
-    previous_version: int | None = None  # the version that the servers had before; None if they had none of this run's
+    previous_version: int | None = None  # the servers' version before the sync; None if this run had loaded none
     versions: dict[str, int] = field(default_factory=dict)  # the version that the server serves now
     lost: dict[str, str] = field(default_factory=dict)  # why the server is paused or gone, and must get no requests
     absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before the sync
@@ -35,7 +35,7 @@ class SyncReport:
             f"{url} serves version {version}" + (f" again ({self.rolled_back[url]})" if url in self.rolled_back else "")
             for url, version in self.versions.items()
         ]
-        failed = {**self.lost, **{url: f"did not take part: {reason}" for url, reason in self.absent.items()}}
+        failed = {**self.lost, **{url: f"was left out: {reason}" for url, reason in self.absent.items()}}
         return "; ".join([*serving, *(f"{url}: {reason}" for url, reason in failed.items())])
 
 

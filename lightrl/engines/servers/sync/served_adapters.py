@@ -1,6 +1,6 @@
 """AdapterDelivery: sends each weight version to the servers as an adapter with its own name, next to their base.
 
-    base, once ─► every server, as WeightLoader does
+    base, once ─► every server, sent as in WeightLoader
     adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
     a request ─► lora_path: policy-v12, until it finishes; later requests use the newest
 
@@ -77,7 +77,7 @@ class AdapterLoader(WeightLoader):
 
     def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
         if not tensors:
-            raise WeightSyncError("The load contains no adapters. Every load must have the first load's adapters.")
+            raise WeightSyncError("The load contains no adapters. Every load must have the same adapters as the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
         saved_name = self.versions.form.tuning.saved_name

@@ -97,7 +97,7 @@ class BucketFeed:
             try:
                 await asyncio.wait_for(self._changed.wait(), self.timeout_s)
             except TimeoutError as error:
-                problem = f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may hang"
+                problem = f"the trainer sent no bucket for {self.timeout_s:g} s; a rank may be stuck"
                 raise WeightSyncError(problem) from error
         self._taken_bucket, self._next = self._next, None
         self._taken.set()
@@ -135,7 +135,7 @@ class ServerSync:
 
     transport: WeightTransport
     timeout_s: float = 600.0  # for each request and each bucket
-    verify: bool = True  # whether to check each server's version, and its parameters as far as possible
+    verify: bool = True  # whether to check each server's version and, where possible, its parameters
     verifier: WeightVerifier | None = None  # has digests of the sent weights; if None, servers' checksums are compared
     canary: CacheCanary | None = None  # checks that a load has emptied the prefix caches
 
@@ -180,7 +180,7 @@ class ServerSync:
                 await self._roll_back(sync, servers, report, previous_version, str(error))
             raise (SyncUndone if report.versions else SyncFailed)(
                 f"Weight version {weight_version} reached no server: {error}. {report.describe()}. Check the servers' "
-                "logs; a run resumed from the last checkpoint loads its version again.",
+                "logs. A run that resumes from the last checkpoint loads that checkpoint's weights again.",
                 report,
             ) from error
         finally:
@@ -290,8 +290,8 @@ class ServerSync:
             check, problem = self.verifier.verify(server, report.previous_version, ranks)
             if check is None:
                 log.warning(
-                    "%s changed its weights after the last load: %s. Some tokens tagged with that version may come "
-                    "from other weights. The server gets the new version now.",
+                    "The weights of %s changed after the last load: %s. Some tokens tagged with the loaded "
+                    "version may come from other weights. The server gets the new version now.",
                     server.url,
                     problem,
                 )
@@ -352,7 +352,7 @@ async def _resume_servers(sync: SyncServers) -> list[str]:
 
 
 async def _begin_update(server: Server) -> bool:
-    """Begins a weight update; first ends an update that a crashed trainer left open, if there is one."""
+    """Begins a weight update; if the server refuses, first ends the update that a crashed trainer left open."""
     try:
         return await server.client.begin_weight_update()
     except ServerRefused:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEPT_VERSIONS = 3  # the version being loaded, the current one for late servers, and the previous one for a rollback
-_USUAL = re.compile(  # the usual models' parameter names on servers; if only such names differ, so do the models
+_USUAL = re.compile(  # common models' parameter names on servers; if only such names differ, the models differ
     r"model\.(embed_tokens|norm|layers\.\d+\.(self_attn\.(qkv_proj|o_proj|q_norm|k_norm)|\w*layernorm"
     r"|mlp\.(gate_up_proj|down_proj|gate|experts)))\.(weight|bias|w13_weight|w2_weight)|lm_head\.weight"
 )
@@ -222,7 +222,7 @@ async def verify_servers(
 
 
 def _agree_with_majority(checksum_of: Mapping[Server, tuple[int, str]]) -> dict[Server, bool]:
-    """Maps each server to whether most servers with as many ranks share its checksum; omits servers without peers."""
+    """Returns per server whether most servers with as many ranks share its checksum; omits servers without peers."""
     agrees: dict[Server, bool] = {}
     for num_ranks in {num for num, _ in checksum_of.values()}:  # a rank's weights depend on the number of ranks
         group = {server: checksum for server, (num, checksum) in checksum_of.items() if num == num_ranks}

@@ -30,10 +30,10 @@ class WeightTransport(Protocol):
     needs_bracket: bool  # whether a load needs `begin_weight_update` and `end_weight_update`
 
     async def stage(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> None:
-        """Does as much of a load as possible while servers still generate; a failure leaves their weights untouched."""
+        """Does as much of a load as possible while servers generate; a failure leaves their weights untouched."""
 
     async def load(self, servers: SyncServers, buckets: AsyncIterator[Bucket], weight_version: int) -> int:
-        """Loads the version into the servers that are left, which are paused; returns the number of bytes sent."""
+        """Loads the version into the remaining servers, which are paused; returns the number of bytes sent."""
 
     async def load_held(self, servers: SyncServers, weight_version: int) -> int:
         """Loads a version that the transport `holds`."""
@@ -150,7 +150,7 @@ class CudaIpcTransport(SharedMemoryTransport):
 
 
 class DiskTransport(WeightTransport):
-    """Writes a folder that trainer and servers share while the servers generate; then each server loads it."""
+    """While the servers generate, writes a folder that they share with the trainer; then each server loads it."""
 
     needs_bracket = False
 
@@ -189,7 +189,7 @@ class DiskTransport(WeightTransport):
         except TimeoutError as error:
             raise WeightSyncError(
                 f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
-                f"{servers.timeout_s:g}. A network folder may hang. Check it, or set a different weight_folder."
+                f"{servers.timeout_s:g}. A network folder may be stuck. Check it, or set another weight_folder."
             ) from error
 
     def holds(self, weight_version: int) -> bool:
