@@ -30,7 +30,7 @@ _ADMIT_FRACTION = 8  # rows are admitted when 1/8 of the slots are free, so that
 class DecodeThread(threading.Thread):
     """Decodes from `start` until `close`, or until decoding fails. After that, all other methods raise EngineError.
 
-    `pause` and `held` raise EngineTimeout if a token takes longer than `boundary_timeout_s`, `close` if a layer does.
+    `pause` and `held` raise EngineTimeout if a token takes over `boundary_timeout_s`, and `close` if a layer does.
     """
 
     def __init__(self, batch: RunningBatch, threads: int, ending: threading.Event, boundary_timeout_s: float) -> None:

@@ -165,7 +165,7 @@ class LocalEngine(RolloutEngine):
 
         self._generates_each = replaces_generate_alone(self)
         self._decoder: Decoder | None = None
-        self._dtype = torch.float32  # the policy's dtype, if known; from `start` on, the engine's
+        self._dtype = torch.float32  # the policy's dtype, if known; after `start`, the engine's
         self._thread: DecodeThread | None = None
         self._vocab_size = 0
 

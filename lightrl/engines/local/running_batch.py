@@ -81,7 +81,7 @@ def sample_tokens(
         logits: [n, V] float32.
         uniform: [n] float64 in [0, 1).
         temperature: [n], above 0; 1 in greedy rows, because their logprobs are not scaled.
-        top_k, top_p: [n], both or neither; in greedy rows V and 1, which keep every token.
+        top_k, top_p: [n], both or neither; V and 1 in greedy rows, to keep every token.
         is_greedy: [n] bool, rows that get the most likely token.
         num_top: K, the number of most likely tokens to return, at most V.
 

@@ -49,7 +49,7 @@ def trainer_address(urls: Iterable[str], trainer_host: str | None = None) -> str
     """Returns the address at which servers reach this machine, by default the local end of the route to them.
 
     Raises:
-        ValueError: if `trainer_host` is not an address of this machine, or no single address serves all servers.
+        ValueError: if `trainer_host` is not an address of this machine, or no single address works for all servers.
         EngineUnreachable: if a server's host is unknown or has no route.
     """
     remote = remote_servers(urls)

@@ -54,7 +54,7 @@ _ARGUMENTS = [
 _SERVER_HEADER = "x-smg-routed-worker-id"
 _NOT_FOUND, _CONFLICT = 404, 409
 _SETTLING_S, _SETTLED_S = 0.1, 1.0  # intervals between checks of its workers
-_CUT_AFTER_S = 1.0  # how long to wait for aborted requests: first for a lost server's, then for all others
+_CUT_AFTER_S = 1.0  # how long to wait for aborted requests: first a lost server's, then all others
 
 
 @dataclass(frozen=True)

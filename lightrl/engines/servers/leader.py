@@ -88,7 +88,7 @@ class Leader:
             followers.post()
 
     async def notify(self) -> None:
-        """Returns once all followers have the current state and have sent their own back."""
+        """Returns once all followers have the current state and have sent their own states back."""
         if self._followers is not None:
             await self._followers.notify()
 

@@ -2,8 +2,8 @@
 
     LIGHTRL_SERVER_TOKEN=… python -m lightrl.engines.servers.sync.receiver --host HOST --port PORT [--folder FOLDER]
 
-The receiver does not talk to the servers. The trainer sends it a version while they generate, then makes them load the
-receiver's folder. weights/delta_folder.py describes the checks and files. All routes except /ready require the token.
+The receiver does not talk to the servers. The trainer sends it a version while the servers generate, then makes them
+load its folder. weights/delta_folder.py describes the checks and files. All routes except /ready require the token.
 """
 
 from __future__ import annotations
