@@ -58,7 +58,7 @@ async def each_when_done(
 
 
 async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float | None = None) -> None:
-    """Waits until any of these is done or `within_s` has passed, then abandons `task` if it is still running."""
+    """Waits until a task or future is done or `within_s` has passed, then abandons `task` if it is still running."""
     try:
         await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -31,7 +31,7 @@ class ChildProcess:
     Args:
         environment: all environment variables of the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
-        log: file descriptor for the output; `subprocess.PIPE` to read it from `output`; None shares this process's.
+        log: file descriptor of the output; `subprocess.PIPE` to read from `output`; None shares this process's output.
         remove: a file that the guard deletes at the end.
         folder: the working directory; None uses this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.

@@ -117,7 +117,7 @@ class ChatTemplate:
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # Patterns of special tokens to encode as text if they were typed: in other messages, and in the assistant's.
+        # Patterns of typed special tokens to encode as text: the first outside assistant messages, the second inside.
         self._patterns: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 

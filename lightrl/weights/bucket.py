@@ -79,7 +79,7 @@ class ServerForm:
     """Converts parameters to the dtype, names and quantization that a server loads, mostly one tensor at a time.
 
     Args:
-        dtype: floating-point parameters except routers' biases get it, e.g. `torch.bfloat16`; None keeps the trainer's.
+        dtype: dtype of floating-point parameters except routers' biases, like `torch.bfloat16`; None keeps each dtype.
         skip_names: Hugging Face names that the server does not load, such as the output head with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """

@@ -196,7 +196,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
 
 
 def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """Compresses streams into one, with a Huffman code for each; does not search for matches, which are rare."""
+    """Compresses inputs into one zlib stream, with a Huffman code each; skips the search for rare matches."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:

@@ -369,7 +369,7 @@ def local(tensor: Tensor) -> Tensor:
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors on only this rank. Other ranks count `copies`.
+    Gradients are DTensors on any meshes, or whole tensors on only this rank. Other ranks count gradients of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -182,7 +182,7 @@ class RankWatch:
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Reports that this rank failed, and waits briefly until other ranks read it: this exit may close the store.
+        """Reports this rank's failure, and waits briefly until other ranks read it, since its exit may close the store.
 
         If another rank failed first, that rank caused this error, so this only waits until that failure is printed.
         """

@@ -148,7 +148,7 @@ def microbatch_rows(
 ) -> list[list[int]]:
     """Returns the rows of each of this rank's microbatches; a unit over `max_tokens` tokens gets its own microbatch.
 
-    Every rank gets the same number of them, because all ranks of a sharded model run together; the last may be empty.
+    Every rank gets the same number of them, because all ranks of a sharded model run together; some may be empty.
     """
     num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)
     parts = []
