@@ -40,7 +40,7 @@ def is_abandoned(future: AnyFuture | None) -> bool:
 async def each_when_done(
     futures: Mapping[_Key, asyncio.Future[_T]],
 ) -> AsyncGenerator[tuple[_Key, asyncio.Future[_T]], None]:
-    """Yields each key and future once done; abandons the rest when iteration stops, and if cancelled waits for them."""
+    """Yields each key and future when done. Abandons the others when iteration stops, and awaits them if cancelled."""
     done: asyncio.Queue[_Key] = asyncio.Queue()
     for key, future in futures.items():
         future.add_done_callback(functools.partial(lambda key, _: done.put_nowait(key), key))
@@ -58,7 +58,7 @@ async def each_when_done(
 
 
 async def wait_or_abandon(task: AnyFuture, *others: AnyFuture, within_s: float | None = None) -> None:
-    """Waits for the task or the first of `others`; abandons the task if it is not done by then."""
+    """Waits until a task or future is done or `within_s` has passed, then abandons `task` if it is still running."""
     try:
         await asyncio.wait({task, *others}, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -71,7 +71,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.failure: BaseException | None = None  # the first error, which ends the run
-        self.changed = asyncio.Event()  # the run has failed, or a group is done
+        self.changed = asyncio.Event()  # set when the run fails or a group is done
         self._spawned: set[asyncio.Task[object]] = set()  # the event loop keeps only weak references
 
     def spawn(self, coroutine: Coroutine[object, None, _T]) -> asyncio.Task[_T]:
@@ -82,7 +82,7 @@ class Tasks:
         return task
 
     async def abandon_all(self, *, but: Collection[asyncio.Task[object]]) -> None:
-        """Cancels the event loop's other tasks, except `but`, and waits until all of them, including `but`, have ended.
+        """Cancels the event loop's tasks except this one and `but`, then waits until all except this one have ended.
 
         A task that keeps running is cancelled again: aiohttp swallows a cancellation that arrives as a timeout expires.
         """

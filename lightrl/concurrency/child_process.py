@@ -31,7 +31,7 @@ class ChildProcess:
     Args:
         environment: all environment variables of the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
-        log: file descriptor for the output; `subprocess.PIPE` to read it from `output`; None uses this process's.
+        log: file descriptor of the output; `subprocess.PIPE` to read from `output`; None shares this process's output.
         remove: a file that the guard deletes at the end.
         folder: the working directory; None uses this process's.
         pass_fds: file descriptors that the command inherits under the same numbers.
@@ -65,7 +65,7 @@ class ChildProcess:
     def of_module(cls, module: str, paths: Sequence[str], **settings: Any) -> tuple[ChildProcess, socket.socket]:
         """Runs a module's `main` with this import path; returns the child and a socket to it (see `connect_to_parent`).
 
-        The child's math libraries use one thread unless our environment says otherwise. It is ended by SIGKILL.
+        The child's math libraries use one thread unless our environment says otherwise. SIGKILL ends the child.
         """
         parent_end, child_end = socket.socketpair()
         code = f"import sys; sys.path[:] = sys.argv[2:]; from {module} import main; main()"

@@ -24,7 +24,7 @@ A = TypeVar("A")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-WARN_EVERY_S = 60.0  # interval between warnings of a waiting caller
+WARN_EVERY_S = 60.0  # how often a waiting caller logs a warning
 MAX_ABANDONED = 64  # abandoned threads that still run, per thread name
 _abandoned: dict[threading.Thread, str] = {}  # thread → name of the function that hangs in it
 
@@ -72,7 +72,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Exits if this process is a copy of `process` that user code forked: it would continue the run as well."""
+    """Exits if this process is a copy of `process` that user code forked; the copy would continue the run too."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -134,7 +134,7 @@ async def call_within(function: Callable[..., Any], *args: Any, timeout_s: float
 async def _outcome(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, BaseException | None]:
     """Runs a function, in a thread unless it is async; returns the result and the exception instead of raising it."""
     process = os.getpid()
-    # SystemExit would otherwise stop the event loop instead of becoming the task's result.
+    # SystemExit is caught because it would stop the event loop.
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args), None

@@ -18,7 +18,7 @@ UNDER_PRESSURE_S = 1.0  # the same deadline while other connections are waiting
 class Listener:
     """Limits open connections to three quarters of this process's file limit, and those without the key to an eighth.
 
-    Further connections wait in the kernel's queue: clients that connect and send nothing must not use up the limit.
+    More connections wait in the kernel's queue, so that clients that send nothing cannot use up the limit.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def remove_left_behind(folder: Path, pattern: str, *, kept_s: float = 0.0) -> No
             if kept_s and path.lstat().st_mtime > time.time() - kept_s:
                 continue
             if path.is_dir() and not path.is_symlink():
-                with contextlib.suppress(RecursionError):  # a program may have nested folders very deeply
+                with contextlib.suppress(RecursionError):  # the folders may be nested too deeply
                     shutil.rmtree(path, ignore_errors=True)
                 if path.exists():
                     subprocess.run(["rm", "-rf", str(path)], check=False)
@@ -78,7 +78,7 @@ def kill_owner(mark: str) -> None:
 
 
 def hold(folder: Path, setting: str) -> None:
-    """Locks a folder for this process until `let_go`, also against other hosts if the file system supports that.
+    """Locks a folder for this process until `let_go`; on file systems that support it, other hosts respect the lock.
 
     Raises:
         ValueError: if another process holds the folder; the message names the setting.
@@ -107,7 +107,7 @@ def hold(folder: Path, setting: str) -> None:
 
 
 def let_go(folder: Path) -> None:
-    """Releases this process's lock on a folder, if any."""
+    """Releases this process's lock on a folder, if it has one."""
     if (descriptor := _held.pop(_lock_of(folder), None)) is not None:
         _lock_of(folder).unlink(missing_ok=True)
         os.close(descriptor)

@@ -9,7 +9,7 @@ that started it, and there is no pipe:
 
 The guard ends the command if the parent writes to the pipe, if the pipe closes (the parent exited or was killed with
 -9), if the parent dies while a forked child holds the pipe open, or on SIGTERM. It sends the command SIGTERM, waits
-GRACE_S seconds or the time that the parent wrote, and sends SIGKILL to the command's group. On Linux, a process that
+GRACE_S seconds or as many as the parent wrote, and sends SIGKILL to the command's group. On Linux, a process that
 left the group becomes the guard's child when its parent dies; it gets a second to clean up, then SIGKILL. If the guard
 itself is killed, Linux kills the command. The guard passes SIGUSR1 on to the command. The exit code is the command's,
 or 128 + n for signal n. The file REMOVE, if given, is deleted at the end. The command inherits `pass_fds`.
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 def kill_group(group: int) -> None:
     """Sends SIGKILL to all processes of a group, if there are any."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the latter for zombies on macOS
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies permission for zombies
         os.killpg(group, signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ def main() -> int:
 
 def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
     poller = select.poll()
-    poller.register(0, select.POLLIN if parent else 0)  # a hang-up is always reported
+    poller.register(0, select.POLLIN if parent else 0)  # poll always reports a hang-up
     with contextlib.suppress(AttributeError, OSError):  # without pidfds, the loop below polls
         poller.register(os.pidfd_open(process.pid), select.POLLIN)
     parent = parent or os.getppid()
@@ -89,7 +89,7 @@ def _wait(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Sends SIGTERM, and after `grace_s` SIGKILL to the command, its group and all descendants."""
+    """Sends the command SIGTERM; after `grace_s`, sends SIGKILL to the command, its group and all descendants."""
     if process.poll() is None and grace_s > 0:
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s

@@ -41,7 +41,7 @@ class Channel:
         return cls(*await asyncio.open_unix_connection(sock=end, limit=_BUFFER_BYTES))
 
     def send(self, *message: object) -> None:
-        """Sends a tuple, pickled; the other process trusts this one."""
+        """Pickles and sends a tuple; the other process trusts this one."""
         self._write(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_pickled=True)
 
     def send_bytes(self, key: int, number: int, data: bytes) -> None:
@@ -80,7 +80,7 @@ class LineBuffer:
         self._rest = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """Returns the lines that the stream's next piece completes; b"" marks the end, completing the last line."""
+        """Returns the lines that the stream's next piece completes; b"" ends the stream and its last line."""
         if b"\n" not in data and 0 < len(data) < _MAX_LINE_BYTES - len(self._rest):
             self._rest += data
             return []

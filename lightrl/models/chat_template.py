@@ -66,7 +66,7 @@ def set_chat_template(
     """Sets the tokenizer's chat template with these arguments as its defaults, so exports contain them too.
 
     Args:
-        template: a Jinja file or the template itself; None keeps the tokenizer's.
+        template: a Jinja file or the template itself; None keeps the current one.
         arguments: for example `{"enable_thinking": False}`; a row may override them.
 
     Raises:
@@ -112,12 +112,12 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, image_reader: ImageReader | None = None) -> None:
         self.tokenizer, self.image_reader = tokenizer, image_reader  # `image_reader` is None for a text-only policy
-        self.end_token_ids: set[int] = set()  # additional end-of-turn tokens, besides the tokenizer's and template's
+        self.end_token_ids: set[int] = set()  # extra end-of-turn tokens, not from the tokenizer or the template
         # Each of these caches is valid only for the template stored with it.
         self._ends: tuple[Template, set[int | None]] | None = None  # end-of-turn tokens
         # Whether the template reads content as plain text, and call arguments as objects.
         self._reads: tuple[Template, bool, bool] = None, True, True
-        # Patterns of special tokens that are text if a message contains them: outside assistant messages, and inside.
+        # Patterns of typed special tokens to encode as text: the first outside assistant messages, the second inside.
         self._patterns: tuple[object, re.Pattern[str], re.Pattern[str]] = self, _one_of([]), _one_of([])
         self._has_warned = False
 
@@ -189,7 +189,7 @@ class ChatTemplate:
         return str(text)
 
     def _text_patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Returns patterns of tokens to encode as text: special tokens, but only turn markers in assistant messages."""
+        """Returns patterns of tokens to encode as text: special tokens; in assistant messages, only turn markers."""
         if self._patterns[0] is not self.chat_template:
             self._patterns = self.chat_template, _one_of([]), _one_of([])  # the probe below uses these empty patterns
             added = [token.content for token in self.tokenizer.added_tokens_decoder.values()]
@@ -232,7 +232,7 @@ class ChatTemplate:
             for reads_objects in (True, False, True):
                 self._reads = self.chat_template, reads_text, reads_objects
                 rendered = self._probe(2, answer="", tool_calls=[_CALL])
-                if _ANSWER in rendered and f"'{_ANSWER}'" not in rendered:  # Python prints objects with such quotes
+                if _ANSWER in rendered and f"'{_ANSWER}'" not in rendered:  # Python prints objects with single quotes
                     break
         _, reads_text, reads_objects = self._reads
         if message.get("tool_calls"):

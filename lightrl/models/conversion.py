@@ -120,7 +120,7 @@ class _Slice:
         self._on_tensor = on_tensor
 
     def get_shape(self) -> Any:
-        self._on_tensor()  # each rank asks once, even if it holds no part of the tensor
+        self._on_tensor()  # each rank calls this once, even if it holds no part of the tensor
         return self._content.get_shape()
 
     def __getitem__(self, index: Any) -> Any:
@@ -168,7 +168,7 @@ def load_parts(
     tuning = tuning_of(model)
     with tuning.base_modules(model), _local_shapes(model), _one_at_a_time(), without_bars():
         info, _ = semi_private("convert_and_load_state_dict_in_model")(model, slices, config)
-        # A checkpoint may store a tied weight under one name only, and a stage may hold it only under the other.
+        # A checkpoint may store a tied weight under only one of its names, and a stage may hold it under the other.
         tied: dict[str, str] = (getattr(model, "all_tied_weights_keys", None) or {}) if is_whole else {}
         for name, source in tied.items():
             is_read = not {name, source} & info.missing_keys

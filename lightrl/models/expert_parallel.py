@@ -59,7 +59,7 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def shard_experts(block: Any, mesh: DeviceMesh, *, num_ranks: int, **options: Any) -> None:
-    """Shards a block's experts, after `split_experts`, over the ranks of `expert_mesh` that hold the same ones.
+    """Shards a block's experts, after `split_experts`, over the ranks of `expert_mesh` that hold the same experts.
 
     `num_ranks` is the number of ranks over which the model's other gradients are averaged; `options` are FSDP2's.
     """

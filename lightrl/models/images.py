@@ -3,8 +3,8 @@
     Prompt.images ─► a table of pixel values ─► features ──────► embeddings of the image's tokens
     paths, data:     [P, ...], grids [M, 3]     [K, H] of each   and their positions
 
-An image takes K image tokens, which the token ids of its prompt or observation contain from the start: a fixed number
-for Llava and Gemma 3, one per square of patches for Qwen's models. Image tokens that the policy samples come after
+An image takes K image tokens, which are in the token ids of its prompt or observation from the start. K is fixed for
+Llava and Gemma 3; Qwen's models have a token per square of patches. Image tokens that the policy samples come after
 the tokens of the row's images. They count as text and have text positions.
 
 Shapes: B trajectories, T tokens, M images, P entries of the table, I images per row at most, H hidden size.
@@ -86,7 +86,7 @@ class ImageTable(NamedTuple):
 
 
 def keep_shown(fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns these fields of an Experience without the images that no row shows, renumbered; empty without images."""
+    """Removes images that no row shows from these fields of an Experience, renumbering the rest; {} without images."""
     return {} if "pixel_values" not in fields else _table_of(fields).shown()._asdict()
 
 
@@ -209,7 +209,7 @@ class Attachments:
 
     @classmethod
     def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
-        """Returns a picklable function of token ids and images that returns their Attachments; None without images."""
+        """Returns a picklable function that makes Attachments from token ids and images, or None without images."""
         return functools.partial(_attachments_of, ImageReader.of(config))
 
     @classmethod
@@ -485,7 +485,7 @@ def take_images(
 
 
 def _image_text(image: Any, folder: Path) -> str:
-    """Turns a path, data: URL, bytes, Pillow image, or dict of `datasets` into a path or data: URL for a Prompt."""
+    """Turns a path, data: URL, bytes, Pillow image, or a dict from `datasets` into a path or data: URL for a Prompt."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):

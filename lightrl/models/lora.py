@@ -233,7 +233,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function that reads the folder `adapter`, or makes new values: B is 0, A as in a new `nn.Linear`.
+        """Returns a function that reads the folder `adapter`, or makes new values: B is 0, A is like a new `nn.Linear`.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -365,7 +365,7 @@ class LoRA(Tuning):
         saved = {self.saved_name(key): torch.empty_like(value, device="meta") for key, value in tensors.items()}
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of missing adapters; `differing` lists them
+                warnings.simplefilter("ignore")  # peft warns of missing adapters; `differing` lists them
                 loaded = get_peft_model(base, PeftConfig.from_peft_type(**json.loads(config)), low_cpu_mem_usage=True)
                 unused = set_peft_model_state_dict(loaded, saved, low_cpu_mem_usage=True).unexpected_keys
             named = ((key.replace(f".{_ADAPTER}.", "."), value.shape) for key, value in loaded.named_parameters())

@@ -55,8 +55,8 @@ class ModelDescription:
         ModelDescription("transformers.Qwen3ForCausalLM", config='{"model_type": "qwen3", ...}',
                          generation_config=None, tokenizer="Qwen/Qwen3-0.6B")
 
-    If the tuning keeps the base, the checkpoint holds only the added weights, and `base` says which model they belong
-    to. A critic that is a head on another role's body is described as one model; `with_head` joins their tensors.
+    If the tuning keeps the base, the checkpoint holds only the added weights, and `base` is the model they belong to. A
+    critic that is a head on another role's body is described as one model; `with_head` joins their tensors.
     """
 
     model_class: str  # dotted path

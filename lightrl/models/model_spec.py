@@ -53,7 +53,7 @@ _OPTIONS = ("key_mapping", "use_safetensors", "variant", "weights_only")
 def loading(source: str, fix: str) -> AbstractContextManager[None]:
     """Context manager that turns transformers' exceptions into an OSError or a ValueError with `source` and `fix`.
 
-    `source` is the setting and its value, `fix` what the user should do.
+    `source` is the setting and its value; `fix` tells the user what to do.
     """
 
     def named(error: BaseException) -> Exception:
@@ -160,7 +160,7 @@ class ModelSpec:
         tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
             Python, also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this field becomes
             its folder, which other processes, checkpoints and exports can load.
-        dtype: type of the weights, for example `float32` or `bfloat16`; None is float32, which mixed precision expects.
+        dtype: type of the weights, such as `float32` or `bfloat16`; None means float32, which mixed precision expects.
         attn_implementation: as in transformers; None means its default.
         seed: the seed of random weights with `config`; None means the seed of `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
@@ -406,7 +406,7 @@ def scalar_head(model: PreTrainedModel) -> torch.nn.Linear | None:
 
 
 def is_silent(model: PreTrainedModel) -> bool:
-    """Whether all weights of the scalar head are 0, as in a new one; False if they are not loaded."""
+    """Whether all weights of the scalar head are 0, as in a new head; False if they are not loaded."""
     head = scalar_head(model)
     return head is not None and not any(value.is_meta or bool(value.any()) for value in head.parameters())
 

@@ -20,7 +20,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Muon's step is adjusted to the size of AdamW's (`match_rms_adamw`), so both use the same learning rate and weight
     decay. Each rank computes the update of whole matrices: under FSDP2 it gathers the momentum of one matrix at a time,
-    so an update sends the trained matrices once more. The momentum itself stays sharded.
+    which costs one more transfer of each trained matrix per update. The stored momentum stays sharded.
 
     Source: https://kellerjordan.github.io/posts/muon; the adjusted step: Moonlight, https://arxiv.org/abs/2502.16982.
 
@@ -35,7 +35,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(self, module: torch.nn.Module, groups: list[dict[str, Any]], **settings: Any) -> None:
         others = _not_hidden(module)
-        parts: list[tuple[list[Tensor], list[Tensor]]] = []  # of each group: its hidden matrices, and the others
+        parts: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's hidden matrices and other parameters
         for group in groups:
             is_matrix = [item.dim() == 2 and item not in others for item in group["params"]]
             pairs = list(zip(group["params"], is_matrix, strict=True))

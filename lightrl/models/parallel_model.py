@@ -17,14 +17,14 @@ from lightrl.weights import Bucket
 
 @dataclass(frozen=True)
 class Outputs:
-    """A model's outputs for an Experience, aligned to its tokens; they carry the forward's gradient if there is one.
+    """A model's outputs for an Experience, aligned to its tokens, with gradient if the forward computes one.
 
     A separate critic has no distribution over tokens, so its logprobs and entropy are 0.
     """
 
-    logprobs: Tensor  # [B, T], nats, of `token_ids`; 0 at position 0
-    entropy: Tensor  # [B, T], nats, of the distribution that `token_ids[b, t]` was sampled from
-    values: Tensor | None = None  # [B, T] from a scalar head: of the state before `token_ids[b, t]` was sampled
+    logprobs: Tensor  # [B, T], nats: logprobs of `token_ids`; 0 at position 0
+    entropy: Tensor  # [B, T], nats: entropy of the distribution that `token_ids[b, t]` was sampled from
+    values: Tensor | None = None  # [B, T], a scalar head's value of the state before `token_ids[b, t]` was sampled
     # [B, T, K], nats, logprobs of top-k tokens. The teacher returns their ids below; the trained policy reads them from
     # `experience["teacher_topk_ids"]`, or from the sampler's `experience["behavior_topk_ids"]`.
     teacher_topk: Tensor | None = None

@@ -46,7 +46,7 @@ def rounding_warning(
     Args:
         total: sums counts over ranks.
     """
-    counts, lrs = torch.zeros(2, dtype=torch.float64), set[float]()  # counts: weights, and those that a step can change
+    counts, lrs = torch.zeros(2, dtype=torch.float64), set[float]()  # counts: all weights, and those a step can change
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         lr = float(group.get("initial_lr", group["lr"]))
         for parameter in group["params"] if lr else ():

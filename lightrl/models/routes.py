@@ -1,7 +1,7 @@
 """Routes: the experts that the engine chose for each token; the trainer replays them.
 
-With different precision or kernels, the trainer's router may choose different experts from the engine's. It would then
-train weights that took no part in sampling the token. Routes therefore travel with the tokens, as supports do:
+With different precision or kernels, the trainer's router may choose different experts from the engine's, and would then
+train experts that did not compute the token. Routes therefore travel with the tokens, as supports do:
 
     engine ── routes ──► Completion ──► Trajectory ──► Experience ── replaying ──► top-k over the experts
 
@@ -159,7 +159,7 @@ def _routed_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 def as_bytes(ids: Tensor, num_experts: int) -> Tensor:
     """Encodes expert ids [N, L, k] as bytes, uint8 [N, w]; an id below 0 makes the block's experts unknown."""
-    ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 is one byte 255 as uint8, two as int16
+    ids = ids.where((ids >= 0).all(-1, keepdim=True), -1)  # -1 becomes one 255 byte as uint8, two as int16
     return ids.to(torch.uint8 if num_experts <= 2**8 else torch.int16).contiguous().view(torch.uint8).flatten(1)
 
 
@@ -175,7 +175,7 @@ def wrap_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class _Forward:
-    """The routes of one forward: those to replay, or those that its blocks record."""
+    """The routes that one forward replays, or those that its blocks record."""
 
     routes: Tensor | None = None  # uint8 [N, w], to replay; None records instead
     recorded: list[Tensor] = field(default_factory=list)  # int64 [N, k] of each block
@@ -218,7 +218,7 @@ class Routes:
         return experience.routes is not None
 
     def at(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:
-        """`replaying`, for a forward over the tokens at these positions."""
+        """Returns `replaying` for a forward over the tokens at these positions."""
         routes = experience.routes
         return replaying(None if routes is None else routes[rows, columns].flatten(0, -2))
 

@@ -11,7 +11,7 @@ Reading order:
     fsdp2_model.py       a sharded model
     parallel_3d/         Parallel3DStrategy: pipeline x data x tensor parallelism
     empty_model.py       builds models on the meta device and loads their weights tensor by tensor
-    precision.py         Lightning's precision plugins, changed to leave batches as they are and to clip over all ranks
+    precision.py         Lightning's precision plugins, adapted to leave batches unchanged and to clip over all ranks
     known_strategies.py  the strategies that can train an RLModule
 
 May import: errors, checks, trajectory, experience, functional, weights, models, Lightning. To add a strategy, subclass

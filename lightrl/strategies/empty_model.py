@@ -127,7 +127,7 @@ def _fill(parameter: Tensor, whole: Tensor | None) -> None:
 
 
 class _UninitializedOnMeta(TorchFunctionMode):
-    """Inside the context, `torch.empty` makes large tensors on the meta device: some of DeepSeek-V3's take 30 GB.
+    """Inside the context, `torch.empty` makes large tensors on the meta device, since some in DeepSeek-V3 take 30 GB.
 
     Small tensors are allocated, since they may be buffers that the constructor fills.
     """

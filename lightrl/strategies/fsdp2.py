@@ -86,7 +86,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             sharding). With one copy per node, parameters are gathered within a node; only gradients cross nodes.
         ep: number of ranks over which each MoE layer's experts are divided. A rank gathers only its own experts, and
             tokens are sent to the ranks of their experts. Must divide the number of experts and the ranks of a replica.
-            Needs torch >= 2.11; not with compile_layers, parameters in offload_to_cpu, 16-mixed or role meshes.
+            Needs torch >= 2.11, without compile_layers, parameters in offload_to_cpu, 16-mixed or role meshes.
         cp: number of ranks that share each microbatch's tokens, for long trajectories; attention exchanges heads. Must
             divide the ranks and the attention heads. Needs models that can be packed, and no role meshes.
         reshard_after_forward: free a layer's parameters after its forward pass, and gather them again for its backward

@@ -120,7 +120,7 @@ class FSDP2Model(SingleModel):
             assert isinstance(self.ranks, ProcessRanks)
             self._gather = PlannedGather(self.model, held, group=self.ranks.control_group)
         for bucket in self._gather.buckets(held, bucket_bytes, part=part, names=names, is_spread=is_spread):
-            self.ranks.step()  # for the watch: each bucket is progress
+            self.ranks.step()  # each bucket counts as progress for the watch
             yield bucket
 
     def move_to(self, device: torch.device) -> None:

@@ -38,7 +38,7 @@ class Targets:
 
     token_ids: Tensor  # int64 [N], the tokens that the positions predict
     candidates: Candidates  # int64 [N, K], additional tokens at each position; or K, for the head's top-k
-    masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they could everywhere
+    masked_rows: Tensor | None  # bool [N], True where stop tokens could not be sampled; None if they always could be
     supports: Supports | None  # the tokens that could be sampled; None for all
 
     @classmethod

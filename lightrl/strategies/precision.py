@@ -1,4 +1,4 @@
-"""Precision: changes to Lightning's plugins (batches, clipping of shards), and dtypes of experts under autocast."""
+"""Precision: changes how Lightning's plugins treat batches and clip shards; sets experts' dtypes under autocast."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Reading order:
 An engine in the same process needs no transport. engines/servers/sync/server_sync.py sends the requests of a transfer.
 
 May import: errors, checks, concurrency, trace, trajectory, experience, functional. To add a transport, put its sender
-here. A sender accepts buckets one by one, and uses memory for at most one more bucket. The requests to servers go into
+here. A sender accepts buckets one by one, and holds at most one more in memory. The requests to servers go into
 engines/servers/sync/transports/.
 """
 

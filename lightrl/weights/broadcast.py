@@ -31,7 +31,7 @@ class BroadcastGroup:
         rank, world_size: this process's rank, and the number of members.
         name: the group's name, unique in this process.
         backend: `nccl` between GPUs, `gloo` on the CPU.
-        timeout_s: limit until all members have joined, and for each transfer.
+        timeout_s: time limit for all members to join, and for each transfer.
         listener: rank 0's socket at this port, see `listen`; the store takes ownership of it.
         interface: network interface for gloo, unless GLOO_SOCKET_IFNAME is set; NCCL reads NCCL_SOCKET_IFNAME.
     """

@@ -34,7 +34,7 @@ class Bucket:
 
     tensors: dict[str, Tensor]
     is_last: bool = False
-    files: tuple[WrittenFile, ...] = ()  # more parameters, already written by other ranks
+    files: tuple[WrittenFile, ...] = ()  # files of more parameters, written by other ranks
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -56,7 +56,7 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
         parameters: read once; at most one parameter is read ahead of a bucket.
 
     Returns:
-        The buckets in order; `is_last` is true for the last one. If there are no parameters, one empty bucket.
+        The buckets in order; `is_last` is true for the last one. Without parameters, it is the only one, and empty.
     """
     held: dict[str, Tensor] = {}
     size = 0
@@ -71,7 +71,7 @@ def bucketed(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Ite
     yield Bucket(held, is_last=True)
 
 
-ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")  # training moves them by less than bfloat16 resolves
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")  # bfloat16 would round their small updates away
 OUTPUT_HEAD = "lm_head.weight"  # the output head's Hugging Face name in all families that tie it
 
 
@@ -79,7 +79,7 @@ class ServerForm:
     """Converts parameters to the dtype, names and quantization that a server loads, mostly one tensor at a time.
 
     Args:
-        dtype: of floating-point parameters except routers' biases, such as `torch.bfloat16`; None keeps the trainer's.
+        dtype: dtype of floating-point parameters except routers' biases, like `torch.bfloat16`; None keeps each dtype.
         skip_names: Hugging Face names that the server does not load, such as the output head with tied embeddings.
         is_block_fp8: whether the server loads linear weights in block FP8.
     """
@@ -93,7 +93,7 @@ class ServerForm:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype | None = None) -> ServerForm:
-        """Makes the object for a model with this config; skips a tied output head, because the embedding is sent."""
+        """Makes the form for a model with this config; skips a tied output head, which is sent as the embedding."""
         skip_names = [OUTPUT_HEAD] if getattr(config, "tie_word_embeddings", False) else []
         return cls(dtype, skip_names, block_fp8.is_block_fp8(config))
 

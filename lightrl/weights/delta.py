@@ -1,13 +1,13 @@
 """Deltas: the bitwise differences between two versions of a model. Computes, encodes and applies them.
 
 The functions work on chunks of `CHUNK` elements of a flat tensor, whose bits are read as unsigned integers. An update
-of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring value. A chunk is therefore sent as
+of 1e-6 changes about one bfloat16 value in a hundred, mostly to the neighboring value. A chunk is therefore sent as:
 
     sparse    the gaps between changed elements, one byte each, and the differences of their bits
     dense     the difference of each element's bits, if a quarter or more of the elements changed
     nothing   if no element changed
 
-and compressed, unless that costs more time than it saves. Differences are `new - old`, so a delta can be undone. A
+It is compressed, unless that costs more time than it saves. Differences are `new - old`, so a delta can be undone. A
 block encodes several chunks, to save numpy calls; a part is a sequence of blocks, each `[lengths][header][body]`.
 """
 
@@ -56,7 +56,7 @@ class Change(NamedTuple):
     name: str  # tensor name
     number: int  # index of the chunk in its tensor
     positions: npt.NDArray[np.int64] | None  # changed elements, ascending; None for all elements
-    values: Bits  # differences of their bits
+    values: Bits  # differences of the changed elements' bits
 
 
 class Block(NamedTuple):
@@ -196,7 +196,7 @@ def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequen
 
 
 def _compress(streams: Sequence[bytes], level: int = 1) -> bytes:
-    """Compresses into one zlib stream, with a Huffman code per input; does not search for matches, which are rare."""
+    """Compresses inputs into one zlib stream, with a Huffman code each; skips the search for rare matches."""
     packer = zlib.compressobj(level, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_RLE)
     packed = []
     for stream in streams:
@@ -305,7 +305,7 @@ class DeltaCopy(HostCopy):
         self.checksums = {}
 
     def take_delta(self, bucket: Bucket, has_base: bool) -> tuple[list[bytes], Bucket]:
-        """Copies a bucket; returns its delta from the last version, in parts (none without a base), and the copy."""
+        """Copies a bucket; returns its delta from the last version in parts (no parts without a base), and the copy."""
         tasks: list[_Task] = []
 
         def plan(name: str, stored: Tensor, tensor: Tensor) -> None:

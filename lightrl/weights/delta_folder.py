@@ -67,7 +67,7 @@ NOTHING = Version("", -1, "")
 class DeltaFolder:
     """Holds one version in `root`: an empty folder, or an earlier DeltaFolder's. Nothing else may write there.
 
-    No method may be called concurrently, except `write`.
+    Only `write` may be called concurrently.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -237,7 +237,7 @@ class DeltaFolder:
 
     def _publish(self, folder: Path, version: Version, sums: Mapping[tuple[str, int], int] | None = None) -> None:
         """Names the folder after the version; if the digest is wrong, removes all files and raises DeltaError."""
-        all_sums = dict(sums or {})  # (parameter, chunk) → checksum; `sums` has those of chunks that a delta changed
+        all_sums = dict(sums or {})  # (parameter, chunk) → checksum; `sums` covers the chunks that a delta changed
         chunks = {name: [(name, index) for index in range(num_chunks(len(bits)))] for name, bits in self._bits.items()}
         missing = [key for keys in chunks.values() for key in keys if key not in all_sums]
         added = self._pool.map(lambda key: checksum(chunk(self._bits[key[0]], key[1])), missing)

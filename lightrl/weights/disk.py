@@ -4,7 +4,7 @@
     root/.unfinished-00000013-4711/   a version that is being written; renamed when it is complete
     root/.share-3/                    rank 3's files, if several ranks write; rank 0 moves them into the version
 
-A bucket is written to a file directly from the tensors' memory, so that at most one tensor is copied.
+A bucket is written to a file directly from the tensors' memory, with at most one tensor copied at a time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WeightFolder:
         self.form = form or ServerForm.of(config)
 
     def write(self, buckets: Iterable[Bucket], weight_version: int) -> Path:
-        """Writes a version; returns its folder. If the disk fails, raises WeightSyncError; earlier versions stay."""
+        """Writes a version; returns its folder. If the disk fails, raises WeightSyncError; keeps earlier versions."""
         writer = self.begin(weight_version)
         try:
             for bucket in buckets:
@@ -242,7 +242,7 @@ class SharedFolder:
     root: str
     dtype: str | None  # the torch dtype of floating-point weights; None keeps the trainer's
     skip_names: list[str]
-    timeout_s: float  # limit until every rank has written its share
+    timeout_s: float  # time limit for all ranks to write their shares
     is_block_fp8: bool = False
 
     @property
@@ -301,6 +301,6 @@ def files_of(records: list[dict[str, Any]]) -> tuple[WrittenFile, ...]:
 
 
 def read_back(files: Iterable[WrittenFile]) -> Iterator[Bucket]:
-    """Yields each file's tensors as a bucket, so that digests are those of the weights that servers will load."""
+    """Yields each file's tensors as a bucket, so that digests are computed from the weights that servers will load."""
     for file in files:
         yield Bucket(load_file(file.path))

@@ -10,8 +10,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Values of `model_type`. Gemma and Gemma 2 are missing because they add one to norms while loading, and because their
-# layout could not be tested: SGLang 0.5.23 does not start with their current configs.
+# Values of `model_type`. Gemma and Gemma 2 are missing because servers add one to their norms on loading, and because
+# their layout could not be tested: SGLang 0.5.23 does not start with their current configs.
 FAMILIES = frozenset({"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "qwen3_moe", "mixtral"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes that a server may have
 CPU_PADDING = 32  # the intermediate size is padded to a multiple of this times the number of ranks
@@ -24,7 +24,7 @@ class ServerLayout:
     dtype: torch.dtype = torch.float32
     num_ranks: int = 1  # tensor-parallel ranks
     is_cpu: bool = True
-    is_vllm: bool = False  # vLLM instead of SGLang, which pads sizes on a CPU and uses a different hash on a GPU
+    is_vllm: bool = False  # whether it is vLLM; only SGLang pads sizes on a CPU, and its GPU hash differs
     ep: int = 1  # number of expert-parallel groups; the ranks in a group split each of the group's experts
 
     @property

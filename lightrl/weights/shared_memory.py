@@ -30,7 +30,7 @@ LOAD_FORMAT = "flattened_bucket"  # SGLang's name for the format that `fill` wri
 class SharedBucket:
     """A block of shared memory that is reused for each bucket; it grows to the size of the largest bucket.
 
-    Refill it only after all servers have answered that they loaded the content.
+    Refill it only after all servers have confirmed that they loaded the content.
 
     Args:
         form: dtype and names that the servers need.
@@ -115,7 +115,7 @@ def _entries(layout: Sequence[tuple[str, torch.dtype, torch.Size]]) -> tuple[lis
 
 @contextlib.contextmanager
 def _shared_by_name() -> Iterator[None]:
-    """Context manager in which torch shares memory by file name, because only children could receive descriptors."""
+    """Context manager in which torch shares memory by file name, because only children can inherit descriptors."""
     sharing: Any = torch.multiprocessing  # untyped
     before = sharing.get_sharing_strategy()
     sharing.set_sharing_strategy("file_system")

@@ -55,7 +55,7 @@ def check_optimizer_names(saved: Collection[str], needed: Collection[str], optim
         needed: entry names of this run's `optimizer`.
 
     Raises:
-        ValueError: if an entry is missing; names the parameters, or the missing part of the optimizer's state.
+        ValueError: if an entry is missing; the error names the parameters or the missing part of the optimizer's state.
     """
     parameters = {parameter_of(name) for name in saved}
     missing = list(dict.fromkeys(parameter_of(name) for name in needed if parameter_of(name) not in parameters))
@@ -76,7 +76,7 @@ def check_named_optimizer(
         names: the names of the optimizer's parameters.
 
     Raises:
-        ValueError: if parameters of one group have different settings; torch would use the first one's for all.
+        ValueError: if parameters of one group have different settings; torch would apply the first parameter's to all.
     """
     settings = [  # for each setting of each group, the names of its entries
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]

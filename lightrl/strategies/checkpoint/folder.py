@@ -75,7 +75,7 @@ def folder_writer(
     part = place.with_name(f"{place.name}.{writer_mark}.part")
     state = {"state_dict": checkpoint.pop("state_dict")}
     state |= {f"optimizer_{index}": values for index, values in enumerate(checkpoint.pop("optimizer_states", []))}
-    state = {name: values for name, values in state.items() if values}  # a rank may have none
+    state = {name: values for name, values in state.items() if values}  # a rank may have no values
     if copies:
         state = tree_map_only(Tensor, torch.clone, state)
     rest = io.BytesIO()
@@ -181,7 +181,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path, prefix: str, *, with_numbers: bool = False) -> dict[str, Any]:
-    """Reads tensors (`with_numbers`: also other values) whose names start with `prefix`; keys them without it."""
+    """Reads tensors (`with_numbers`: also other values) whose names start with `prefix`; removes it from the keys."""
     tensors: dict[str, Any] = {}
     for name, item in SafeReader(folder).read_metadata().state_dict_metadata.items():
         if name.startswith(prefix) and isinstance(item, TensorStorageMetadata):

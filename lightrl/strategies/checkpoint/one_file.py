@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes and syncs a file next to the target, then renames it: even `kill -9` leaves the old or the new file.
 
-    Lightning's writer uses the system's temporary folder; a move to another file system is a copy, not atomic.
+    Lightning's writer uses the system's temporary folder; a move to another file system is a copy, which is not atomic.
 
     Args:
         save_async: continue training while a checkpoint is written from a copy in memory. If the write fails, the next

@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: no code runs, whatever a file contains, and damaged bytes are refused.
 
 torch's reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and mixes files of different saves; lightrl's files name their save.
+writes a CRC-32 of every record but checks none, and mixes files of different saves; lightrl's files contain a save id.
 """
 
 from __future__ import annotations

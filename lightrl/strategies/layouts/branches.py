@@ -1,4 +1,4 @@
-"""Turns trees of conversations into rows, which models read. No other file in strategies knows about trees."""
+"""Turns trees of conversations into rows, which models read. No other file in strategies handles trees."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Attention over a packed row: each trajectory attends only to its tokens, without a T × T mask.
 
 transformers separates packed trajectories with a dense mask over the whole row (1 GiB as bool for 32,768 tokens),
-unless the attention knows where they start. `make_packable` registers an attention that receives their starts. Forward
-passes without starts still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for
-the device, dtype and head size:
+unless the attention receives their starts, as the attention that `make_packable` registers does. Forward passes without
+starts still use torch's SDPA. A trial on a few tokens selects the first of these kernels that works for the device,
+dtype and head size:
 
     flash   torch's variable-length flash attention (torch >= 2.11, bfloat16 or float16), also in compiled layers
     flex    torch's compiled flex attention, over the blocks that a trajectory touches
@@ -66,7 +66,7 @@ class PackedRows:
     Args:
         lengths: number of tokens of each trajectory, in the row's order; empty trajectories are ignored.
         kernels: dtype → kernel; other dtypes use the first kernel that works.
-        parents: for each trajectory, the index of an earlier trajectory that it follows, or -1; None: all -1.
+        parents: for each trajectory, the index of an earlier trajectory that it follows, or -1; None means all -1.
         group: the ranks over which the row is divided.
     """
 
@@ -105,8 +105,8 @@ class PackedRows:
     def rectangles(self) -> tuple[list[tuple[Tensor, Tensor, Tensor | None]], Tensor]:
         """Rectangles of trajectories with similar numbers of keys, and each token's index in their joined outputs, [T].
 
-        A rectangle is (token indices [n, longest], key indices [n, most], number of keys before each first token's key
-        [n], or None if there are none before any); all int64. Rows are padded with their last index.
+        A rectangle is (token indices [n, longest], key indices [n, most], number of keys before the trajectory's own
+        [n], or None if no trajectory follows another); all int64. Rows are padded with their last index.
         """
         starts, lengths, key_starts = self._starts[:-1], self._starts.diff(), self._key_starts[:-1]
         num_keys = self._key_starts.diff()
@@ -175,7 +175,7 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
 
     Args:
         starts: each trajectory's first token, and the end of the last trajectory: int64 [N + 1].
-        key_starts: the same for their keys.
+        key_starts: each trajectory's first key, and the end of the last trajectory's keys: int64 [N + 1].
         window: maximum number of keys that a query sees, including its own; None for no limit.
     """
     num_tokens = int(starts[-1])
@@ -219,7 +219,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) ->
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
-    if not rows.kernels:  # before layers are compiled: a trial may compile too, and later sizes are symbolic
+    if not rows.kernels:  # chosen here, because in compiled layers sizes are symbolic, and a trial may compile too
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads

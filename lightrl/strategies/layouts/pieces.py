@@ -139,7 +139,7 @@ def forward_backward(
     first = _padded([piece for cut in cuts if len(cut.pieces) > 1 for piece in cut.pieces], ranks, microbatches)
     results = iter(model.forward(first) if first else ())
     parts: list[Experience] = []
-    own_losses: list[Tensor] = []  # until the first piece's loss contains them
+    own_losses: list[Tensor] = []  # kept until the first piece's loss adds them
     for cut in cuts:
         if len(cut.pieces) == 1:
             parts.append(cut.whole)

@@ -1,4 +1,4 @@
-"""Shared prefixes: the tokens with which several rows begin are computed once, not for each row.
+"""Shared prefixes: tokens at the start of several rows are computed once, not once per row.
 
 In a causal model a token's states do not depend on what follows, so sharing is exact, including the gradient. The rows
 of a microbatch form a tree. A group's trajectories share their prompt; an agent's conversations share all requests up
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Cost of one more forward pass, in tokens. Padding with fewer tokens is cheaper than calling every layer again.
 CALL_OVERHEAD_TOKENS = 256
-MAX_ROW_TOKENS = 128  # with a mask; longer rows have less padding but a larger mask
+MAX_ROW_TOKENS = 128  # limit for rows with a mask; longer rows have less padding but a larger mask
 MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated, since each segment is one more attention call
 # Number of keys whose multiplications cost as much as one more token: a layer's parameters / (2 · heads · head size),
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so this overestimates their masks' cost.
@@ -88,7 +88,7 @@ class Prefixes(NamedTuple):
     def of(cls, experience: Experience, config: PretrainedConfig | None = None) -> Prefixes:
         """Compares the rows of each group, without their last tokens, which predict nothing.
 
-        Rows with images share only what precedes their first loss token, and only if their images are equal. A row with
+        Rows with images share only tokens before their first loss token, and only if their images are equal. A row with
         image tokens after its first loss token shares no prefix.
         """
         token_ids = on_host(experience.token_ids)
@@ -103,7 +103,7 @@ class Prefixes(NamedTuple):
             limits = torch.where(is_alone, 0, limits)
         groups, sizes, most = (on_host(values).tolist() for values in (experience.group_ids, ends, limits))
         ids = token_ids.numpy()
-        # Rows of one kind may share a prefix. Kinds are numbered in row order, as a replayed group's id may differ.
+        # Rows of one kind may share a prefix. Kinds are numbered in row order, since a replayed group's id may differ.
         numbers: dict[tuple[int, bytes], int] = {}
         kinds = [
             numbers.setdefault((group, image.tobytes()), len(numbers))
@@ -118,7 +118,7 @@ class Prefixes(NamedTuple):
         return cls(order, shared, [sizes[row] for row in order])
 
     def chunks(self, max_tokens: int) -> list[Prefixes]:
-        """Cuts the order into parts whose trees have at most `max_tokens` tokens, or that are one longer row."""
+        """Cuts the order into parts whose trees have at most `max_tokens` tokens, or consist of one longer row."""
         starts, num_tokens = [0], 0
         for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
             num_tokens += end - shared
@@ -200,7 +200,7 @@ def cost_of_shared_rows(plan: Plan) -> float:
 
 
 def cost_of_packed(tree: PrefixTree) -> float:
-    """Returns the cost of a packed row on the CPU, in tokens, where attention copies the keys before each segment."""
+    """Returns the cost, in tokens, of a packed row on the CPU, where attention copies the keys before each segment."""
     num_copied = sum(segment.end for segment in tree.segments if segment.parent >= 0)
     return 2 * CALL_OVERHEAD_TOKENS + tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
 
@@ -261,7 +261,7 @@ class _Tokens(NamedTuple):
 
     token_ids: Tensor  # [R, T]
     positions: Tensor  # [R, T], in the microbatch's rows
-    visible_until: Tensor  # [R, T], end (exclusive) of the columns that see the token, which begin with its own
+    visible_until: Tensor  # [R, T]; columns from the token's own up to this one (exclusive) see the token
     flat_indices: Tensor  # [B, T of the microbatch], each token's index in the concatenated rows, or -1
 
     @classmethod

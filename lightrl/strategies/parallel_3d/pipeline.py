@@ -32,7 +32,7 @@ class Action:
 
     @property
     def previous(self) -> Action:
-        """The action whose result this one needs; it is on a neighboring stage, which does not exist at either end."""
+        """The neighboring stage's action whose result this one needs; the stages at the ends lack one neighbor."""
         return Action(self.is_backward, self.stage + (1 if self.is_backward else -1), self.microbatch)
 
 

@@ -1,6 +1,6 @@
 """Reduces a Hugging Face model to this rank's part: its pipeline stages, tensor slices and data shards.
 
-The model object stays, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
+The model object is kept, without other ranks' layers, so parameters keep their Hugging Face names. A Stage runs
 consecutive layers; the last stage turns hidden states into logprobs, entropies and values.
 
 Shapes: B trajectories, T tokens; R rows and W columns of a rank's forward, W a multiple of tp; N predicting positions,
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Feed:
-    """A microbatch as input for the stages; identical on its ranks, but each cp rank has its part of the packed row."""
+    """A microbatch as input for the stages, equal on all its ranks, but each cp rank has part of a packed row."""
 
     token_ids: Tensor  # int64 [R, W]
     position_ids: Tensor | None  # int64 [1, W], restart at each trajectory; None if not packed
@@ -72,7 +72,7 @@ class Feed:
     routes: Tensor | None  # uint8 [R, W, w], the experts to replay
     rows: Tensor  # [n], rows in [R, W] of the predicting positions that this rank holds; n = N without cp
     columns: Tensor  # [n], their columns
-    here: Tensor | None  # [n], which of the N positions these are; None for all
+    here: Tensor | None  # [n], indices of these positions among all N; None for all
     positions: tuple[Tensor, Tensor]  # [N] each, the rows and columns of all predicting positions in the Experience
     targets: Targets  # the tokens to compute logprobs for at this rank's positions
 
@@ -191,7 +191,7 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor | None, feed: Feed, settings: LogprobSettings) -> Tensor:
         """Maps the previous stage's hidden states (or None) to [R, W / tp, H]; the last stage returns [N, width]."""
         is_cached = torch.is_autocast_cache_enabled()
-        # FSDP replaces parameters; the casts that autocast keeps would still lead to the old ones.
+        # FSDP replaces parameters, but autocast's cached casts would still refer to the old parameters.
         torch.set_autocast_cache_enabled(is_cached and not isinstance(self, FSDPModule))
         try:
             return self._run(hidden, feed, settings)
@@ -350,7 +350,7 @@ def split_model(
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is body.embed_tokens.weight
     has_values = value_head is not None or scalar_head(model) is not None
-    wrap_blocks(model)  # while it has all blocks, in whose order routes are
+    wrap_blocks(model)  # while it has all blocks, because routes are in their order
 
     held = {stage: layers for stage, layers in enumerate(ranges) if stage % pp.size() == pp.get_local_rank()}
     _drop_other_stages(model, value_head, held, last)
@@ -457,7 +457,7 @@ def _stage_of(name: str, ranges: list[range]) -> int:
 
 
 def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Creates the group of a pipeline's first and last ranks; returns None on others. Collective over the run."""
+    """Creates the group of a pipeline's first and last ranks; returns None on other ranks. Collective over the run."""
     own_group: dist.ProcessGroup | None = None
     for ranks in mesh.mesh.flatten(1).T.tolist() if mesh.mesh.shape[0] > 1 else []:
         ends = [ranks[0], ranks[-1]]

@@ -1,4 +1,4 @@
-"""Parallel3DStrategy: pipeline, data, context, expert and tensor parallelism, by transformers' plans for each family.
+"""Parallel3DStrategy: pipeline, data, context, expert and tensor parallelism, from transformers' plans for each family.
 
 World rank = ((pp · dp_size + dp) · cp_size + cp) · tp_size + tp, so the tp ranks, which communicate most, are
 neighbors. The ranks with the same dp index hold one copy of the model and process the same rows. The last stage
@@ -71,8 +71,8 @@ class Parallel3DStrategy(FSDP2Strategy):
         dp: number of ranks with different trajectories. None means the world size divided by pp · cp · tp.
         tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads. MoE
             blocks are not split; their tokens are.
-        ep, cp: as in FSDP2Strategy, within a stage. ep must divide dp · cp · tp, and cp the attention heads of a tp
-            rank.
+        ep, cp: as in FSDP2Strategy, within a stage. ep must divide dp · cp · tp, and cp must divide the attention heads
+            of a tp rank.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle
             fraction is about (pp - 1) / (stages per rank · microbatches + pp - 1); a smaller `microbatch_tokens` makes
             more microbatches.
@@ -163,7 +163,7 @@ class Parallel3DStrategy(FSDP2Strategy):
             sizes_by_cp = (self.pp, self.dp_size, self.cp, self.tp)
             by_cp = init_device_mesh(self.root_device.type, sizes_by_cp, mesh_dim_names=("pp", "dp", "cp", "tp"))
             self._context_group = by_cp["cp"].get_group()
-            return by_cp["dp"].get_group()  # the axis dp of `mesh` has the ranks of cp too
+            return by_cp["dp"].get_group()  # the axis dp of `mesh` includes the cp ranks
         return mesh["dp"].get_group()
 
     @property
@@ -237,8 +237,8 @@ class Parallel3DModel:
     """A split model as a ParallelModel. Every call is collective over the ranks with the same dp index.
 
     Args:
-        is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs on all devices
-            except the CPU, where separate rows are faster, and with a `context_group`.
+        is_packed: pack each microbatch into one row, if the model has plain causal attention. None packs with a
+            `context_group`, and on all devices except the CPU, where separate rows are faster.
         group: all ranks that share the model; None for all ranks of the run.
         is_policy, context_group: as in FSDP2Model.
     """
@@ -283,10 +283,10 @@ class Parallel3DModel:
         ]
 
     def measure(self, microbatch: Experience, *, topk: int = 0) -> Outputs:
-        """Computes one microbatch's outputs, in parts of its rows, so that the stages can work at the same time.
+        """Computes one microbatch's outputs, cutting it into parts so that the stages can work at the same time.
 
-        Ranks that exchange tokens for experts need equally many parts: one. The outputs' backward pass runs every
-        stage's backward pass, so all ranks must run it.
+        Ranks that exchange tokens for experts do not cut it, since all need the same number of parts. The outputs'
+        backward pass runs every stage's backward pass, so all ranks must run it.
         """
         cuts = self.split.pipeline.num_ranks > 1 and not self.split.divides_experts
         num = 2 * self.split.pipeline.num_stages if cuts else 1
@@ -338,7 +338,7 @@ class Parallel3DModel:
 
     @torch.enable_grad()
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
-        """Computes the same gradients as one process. Calls `backward` on the last stage's ranks, `loss_fn` on all.
+        """Computes the same gradients as one process. Calls `loss_fn` on all ranks, `backward` on the last stage's.
 
         Gradients must be None or zero before; afterwards they are averaged over dp, and complete over pp and tp.
         """

@@ -1,7 +1,7 @@
 """Plans for 3D parallelism: how layers are split over tp, and which layers form a pipeline stage.
 
 They follow transformers' plans in a config's class, `base_model_tp_plan` and `base_model_pp_plan`. A run on the meta
-device shows the rest. No function needs devices or process groups.
+device checks that the model fits its plans. No function needs devices or process groups.
 """
 
 from __future__ import annotations

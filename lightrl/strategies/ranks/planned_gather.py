@@ -66,7 +66,7 @@ class Send:
 class GatherPlan:
     """The owners, sends and rounds of an export; every rank has the same plan.
 
-    In a round, each owner gathers at most one bucket, or one larger tensor. All ranks finish it before the next one.
+    In a round, each owner gathers at most one bucket, or one larger tensor. All ranks finish it before the next round.
     """
 
     owners: Mapping[str, int]  # exported tensor → rank
@@ -208,7 +208,7 @@ class PlannedGather:
     ) -> Iterator[Bucket]:
         """Yields the exported tensors that this rank owns. Rank 0 owns all; with `is_spread`, each rank owns a share.
 
-        `held` are this rank's parts with their current values; all else is as in ParallelModel.full_parameters.
+        `held` has this rank's parts with current values; the other arguments are as in ParallelModel.full_parameters.
         """
         sources = tuning_of(self._model).sources(self._model, part)  # exported name → its parameters
         key = (repr(tuple(sources.items())), bucket_bytes, is_spread)

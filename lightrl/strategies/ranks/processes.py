@@ -106,7 +106,7 @@ class Ranks:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def average_gradients(self) -> None:
-        """Averages the gradients of the shared parameters over the dp ranks; collective if there are any."""
+        """Averages gradients of the shared parameters over the dp ranks; collective if any parameters are shared."""
 
     def send(self, message: Message, source: int = 0) -> None:
         """Sends a message from rank `source` to all other ranks, which must call `receive`."""
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def own_deadline(self, is_on: bool = True) -> Iterator[None]:
-        """Inside the context, suspends the watch's timeout, because the work has its own; `is_on=False` applies it."""
+        """Inside the context, suspends the watch's timeout, because the work has its own; `is_on=False` keeps it."""
         with contextlib.nullcontext() if self.watch is None else self.watch.own_deadline(is_on):
             yield
 
@@ -251,7 +251,7 @@ class ProcessRanks(Ranks):
         self.copies += [] if self.is_main else self.shared
 
     def average_gradients(self) -> None:
-        # Of the ranks with the same rows, only one counts: the last, which has the last stage and so the loss.
+        # Only one of the ranks with the same rows counts: the last, which has the last stage and so the loss.
         is_counted = self.dp_members[self.dp_rank][-1] == self.rank
         for parameter in self.shared:
             gradient = parameter.grad if is_counted else None
@@ -369,7 +369,7 @@ def local(tensor: Tensor) -> Tensor:
 def square_norm(gradients: Iterable[Tensor], copies: Sequence[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of squares of this rank's parts, scaled so that the sum over all ranks counts each number once.
 
-    Gradients are DTensors on any meshes, or whole tensors on only this rank. Those of `copies` are left to other ranks.
+    Gradients are DTensors on any meshes, or whole tensors on only this rank. Other ranks count gradients of `copies`.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:

@@ -90,7 +90,7 @@ def empty_out(model: torch.nn.Module) -> None:
 
 
 class OtherRanksModel:
-    """The ParallelModel of a role whose model is on other ranks: has no parameters and is never called here."""
+    """The ParallelModel of a role whose model is on other ranks; it has no parameters and is never called here."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("This rank does not hold the model.")

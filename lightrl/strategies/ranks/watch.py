@@ -9,7 +9,7 @@ watches all ranks, and all ranks watch rank 0.
     rank 1 is killed ──► connections break ──► which rank publishes no state? ──► as above, naming rank 1
     a rank waits for longer than the deadline ──► which rank is behind? ──► as above, with every rank's stack
     rank 1 publishes nothing for that long (SIGSTOP) ──► as above, even in a phase with its own deadline
-    rank 0 is stopped, and its store with it ──► a second thread measures how long the store has not answered
+    rank 0 is stopped, and its store with it ──► a second thread measures how long the store has been silent
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class RankWatch:
     Args:
         store: shared by all ranks; used by one thread only.
         rank, size: this process's rank, and the world size.
-        hang_timeout_s: limit of a phase without a step (at startup at least START_S), and of a rank's silence.
+        hang_timeout_s: how long a phase may go without a step (at startup at least START_S), and a rank may be silent.
         end_process: ends this process immediately; tests replace it.
     """
 
@@ -182,7 +182,7 @@ class RankWatch:
         self._restart_clock()
 
     def fail(self, error: BaseException, timeout_s: float = 3.0) -> None:
-        """Reports that this rank failed, and waits briefly until the others know, because its exit may close the store.
+        """Reports this rank's failure, and waits briefly until other ranks read it, since its exit may close the store.
 
         If another rank failed first, that rank caused this error, so this only waits until that failure is printed.
         """

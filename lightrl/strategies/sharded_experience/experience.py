@@ -39,9 +39,9 @@ _CPU = torch.device("cpu")
 
 ROW_FIELDS = ("rewards", "group_ids", "is_truncated", "lengths")
 TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())  # per token
-# Values computed from each row's tokens; all ranks have them.
+# Row values that are computed from tokens; all ranks have them.
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
-_REPEATED = "_repeated_tokens"  # the same, but only if rows have gaps
+_REPEATED = "_repeated_tokens"  # a row value as well, set only if rows have gaps
 
 
 Values = np.ndarray[Any, np.dtype[Any]]
@@ -407,7 +407,7 @@ def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:
     highest = np.iinfo(version.dtype).max
 
     def of_rows(reduce: np.ufunc, values: Values, default: int) -> Tensor:
-        result = torch.full((len(mask.rows),), default)  # kept by rows without tokens
+        result = torch.full((len(mask.rows),), default)  # rows without tokens keep the default
         if filled:
             result[filled] = torch.from_numpy(reduce.reduceat(values, np.append(0, ends[:-1]), dtype=np.int64))
         return result

@@ -3,7 +3,7 @@
     policy          prompt p p p | answer a a | observation o | answer a
     other model     hint h h h h h | a a o a     the same tokens after the prompt, at other positions
 
-The outputs return to the policy's positions, and are 0 on the prompt, which has no loss tokens.
+Outputs are moved back to the policy's positions, and are 0 on the prompt, which has no loss tokens.
 
 Shapes: B trajectories, T tokens; b trajectories that the model reads.
 """

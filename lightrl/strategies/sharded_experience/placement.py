@@ -146,9 +146,9 @@ def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> lis
 def microbatch_rows(
     experience: ShardedExperience, ranks: Ranks, max_tokens: int, *, unit: LossUnit = "trajectory"
 ) -> list[list[int]]:
-    """Returns the rows of each of this rank's microbatches; a unit of more than `max_tokens` tokens gets its own.
+    """Returns the rows of each of this rank's microbatches; a unit over `max_tokens` tokens gets its own microbatch.
 
-    Every rank gets the same number, because all ranks of a sharded model run together; a rank's last ones may be empty.
+    Every rank gets the same number of them, because all ranks of a sharded model run together; some may be empty.
     """
     num_tokens, units = experience.forward_tokens.tolist(), experience.units(unit)
     parts = []
