@@ -1,6 +1,6 @@
 """Finds secrets in settings by their names and by a few patterns, and removes them from files that a run shares.
 
-When in doubt, it removes a setting: a leak is worse. It judges keys of unknown kinds, like `chosen_key`, by their value.
+When in doubt, it removes a setting: a leak is worse. It judges unknown kinds of keys, like `chosen_key`, by the value.
 """
 
 from __future__ import annotations
