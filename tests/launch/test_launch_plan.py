@@ -219,7 +219,7 @@ REFUSED = {
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
     "no cp": ({"allocation": "d4"}, {"strategy": "FSDP2Strategy", "trainer_cp": 2}, "has cp=1, but .* has cp=2"),
     "less ep": ({"allocation": "megatron:d4e2"}, {"strategy": "FSDP2Strategy", "trainer_ep": 4}, "has ep=2, but .*4"),
-    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits only by data"),
+    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "supports neither"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "vLLM next to a rank on its GPU": (
         {"gpus_per_node": 2, "ranks": 2, "servers": 1, "placement": "colocated"}, {"engine": "VLLMEngine"}, "separate",
