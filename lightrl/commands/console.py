@@ -189,7 +189,7 @@ _NOTICES = ("GPU available: ", "TPU available: ", "HPU available: ")
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    is_exception = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint says what it saved
+    is_exception = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint logs what it saved
     return not (is_exception or text.startswith(_NOTICES))
 
 

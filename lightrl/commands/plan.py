@@ -340,7 +340,7 @@ def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> 
 
 
 def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str, str, str]]:
-    """Returns a table row if the KV cache of all of a server's trajectories does not fit into its memory."""
+    """Returns a table row if a server's memory has no room for the KV cache of all its trajectories."""
     engine = run.engine
     if engine is None or engine.place != "servers" or device_bytes is None:
         return []

@@ -238,7 +238,7 @@ REFUSED = {
         {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or the allocation's .* to vllm",
     ),
     "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
-    "slices of experts": ({"allocation": "megatron:(attn:d4|ffn:d1t2e2)"}, {}, "cannot use t of ffn"),
+    "slices of experts": ({"allocation": "megatron:(attn:d4|ffn:d1t2e2)"}, {}, "ffn's t must be 1"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
     "nothing to train": ({"allocation": "sglang:d4"}, {}, "it trains nothing"),
 }  # fmt: skip

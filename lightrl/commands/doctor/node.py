@@ -77,7 +77,7 @@ class NodeSpec:
 
 @dataclass
 class Report:
-    """Results of a node's checks, so far."""
+    """Results of a node's checks so far."""
 
     step: str = STEPS[0]  # the last complete step
     host: str = ""
@@ -233,7 +233,7 @@ class NodeCheck:
                 except (OSError, ValueError) as error:
                     is_reached = False
                     fix = "Open ports launch.port to launch.port + 64 between the nodes (firewall, security group), "
-                    fix += f"and check that other nodes reach it by the name {self.hosts[other]}."
+                    fix += f"and check that other nodes can reach it as {self.hosts[other]}."
                     self._problem("network", f"cannot reach {place}: {error or type(error).__name__}.", fix)
                     break
                 if number != other:

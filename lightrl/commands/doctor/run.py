@@ -59,7 +59,7 @@ from lightrl.trajectory import Group, Trajectory
 _MAX_ROWS = 20_000  # per split; reading them takes about a minute
 _LEAST_FREE = 0.1  # fraction of the host's memory; if less is free, even starting the run may fail
 _LEAST_DISK_BYTES = 2**30
-_SHOWN_CHARS = 60  # the last characters of a prompt
+_SHOWN_CHARS = 60  # number of characters shown from a prompt's end
 _SHOWN_PROBLEMS = 3
 Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
@@ -70,7 +70,7 @@ _ANSWER_S = 10.0  # a running server must answer within this time
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
-# Callbacks that affect how a run samples and write only to the run's folder, here a temporary one.
+# Callbacks that affect how a run samples and write only to the run's folder, which is temporary here.
 _TRIAL_CALLBACKS = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
 # Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.

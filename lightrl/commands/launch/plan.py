@@ -174,7 +174,7 @@ def make_plan(
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0
-    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # each server starts at a multiple of tp
+    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # a server's first GPU is a multiple of tp
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _changed_settings(layout, facts)

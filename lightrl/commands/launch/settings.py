@@ -173,7 +173,7 @@ class Layout:
     trainer_tp: int | None = None
     cp: int = 1  # 1 leaves the choice of cp and ep to the strategy
     ep: int = 1
-    engine: str | None = None  # the engine class for these servers; None means the run's, or SGLangEngine
+    engine: str | None = None  # the servers' engine class; None means the run's or, if it has none, SGLangEngine
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
@@ -212,7 +212,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     if any(part.pp > 1 for part in served):
         raise refused("lightrl's servers have d and t, but no p")
     if model.expert_tp > 1:
-        raise refused("lightrl divides experts by e, but does not split an expert: it cannot use t of ffn")
+        raise refused("lightrl divides experts only by e and cannot split an expert, so ffn's t must be 1")
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(
@@ -235,7 +235,7 @@ _PART = re.compile(
     rf"(?:(?P<backend>[a-z]+)?(?:\[(?P<name>{_NAME})\]|\((?P<old_name>{_NAME})\))?[:.])?(?P<sizes>[^:.]*)"
 )
 _EXPERTS = re.compile(r"\(?attn:([^|]*)\|ffn:([^|)]*)\)?")
-_FORMS = "Such strings look like sglang:d4t2+fsdp:d8 or sglang.d4t2+d2p2t1; see commands/launch/settings.py for all."
+_FORMS = "Examples: sglang:d4t2+fsdp:d8 and sglang.d4t2+d2p2t1; commands/launch/settings.py lists all forms."
 
 
 @dataclass(frozen=True)
