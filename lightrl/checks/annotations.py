@@ -1,7 +1,7 @@
-"""Annotations that type checkers and editors read, and simpler ones that jsonargparse reads in their place.
+"""Annotations for type checkers and editors, each with a simpler substitute for jsonargparse.
 
 For plain `**kwargs`, jsonargparse finds the constructors that receive them and reads their defaults and docstrings.
-For a TypedDict, it would not.
+It does not do so for a TypedDict.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
     from typing import Unpack as Unpack
 
-    StrOrObject: TypeAlias = str | Any  # a setting that is a string in YAML; in Python, it may be any object
+    StrOrObject: TypeAlias = str | Any  # a string in YAML, any object in Python
 else:
 
     class Unpack:

@@ -37,7 +37,7 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def real_number(value: Any) -> float:
-    """Converts a real number, also numpy's or torch's; raises TypeError, ValueError or RuntimeError for others."""
+    """Converts a real number, such as numpy's or torch's; other values raise TypeError, ValueError or RuntimeError."""
     item = value.item() if hasattr(type(value), "item") else value  # numpy's strings and complex numbers have __float__
     if not hasattr(type(item), "__float__"):
         raise TypeError("it is not a real number")
@@ -90,7 +90,7 @@ def check_adamw(
 
 
 def names_of(template: str, setting: str) -> list[str]:
-    """Returns the names in a format string's braces; raises ValueError if it is invalid, as JSON and LaTeX may be."""
+    """Returns the names in a format string's braces; raises ValueError for an invalid one, such as JSON or LaTeX."""
     try:
         names = list(_names(template))
         bad = next((name for name in names if not re.match(r"[^\W\d][^\"'\\{}\n]*$", name)), None)

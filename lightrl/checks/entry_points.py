@@ -15,7 +15,7 @@ ENTRY_POINTS = {
     "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # for trajectories of several agents
     "agent check": "lightrl.algorithms.agents.check_agents",  # rejects modules without advantages per agent
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # reports callbacks that monitor an unknown metric
-    "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # reports what takes most of an iteration
+    "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # reports where an iteration spends most of its time
     "intervals": "lightrl.commands.intervals.interval_lines",  # pass@k, printed after validate and test
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`

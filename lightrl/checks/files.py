@@ -132,7 +132,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _rename(part: Path, place: Path) -> None:
-    """Renames a file or a folder to `place` and removes what was there; atomically, if the system supports that."""
+    """Renames a file or folder to `place`, replacing whatever is there; atomically if the system supports it."""
     is_link = place.is_symlink()
     if not part.is_dir() and (is_link or not place.is_dir()):
         part.replace(place)
@@ -144,7 +144,7 @@ def _rename(part: Path, place: Path) -> None:
         place.unlink()
         part.rename(place)
     else:
-        # Two steps: if killed between them, the old folder stays next to the new one, and `restore` moves it back.
+        # If the process is killed between these two renames, `restore` moves the old folder back.
         old = _replaced(place)
         remove_path(old)
         place.rename(old)

@@ -1,6 +1,6 @@
 """Finds secrets in settings by their names and by a few patterns, and removes them from files that a run shares.
 
-A leak is worse than a lost setting. But `chosen_key` names a column, so for unknown kinds of keys the value decides.
+When in doubt, it removes a setting: a leak is worse. It judges unknown kinds of keys, like `chosen_key`, by the value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 _WORDS = "pass(w(or)?ds?|phrase)?|pwd|auth(orization)?|bearer|jwt|dsn|(secret|credential|cookie)s?"
 _OWNERS = "api|access|secret|private|auth|bearer|refresh|session|server|admin|client|encryption|signing|ssh|license"
 _SERVICES = "hub|hf|wandb|openai|anthropic|aws|azure|google|github|gitlab"
-# A variable is secret if any part of its name is such a word: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK; not NUM_TOKENS.
+# A variable is secret if any part of its name is such a word: AWS_ACCESS_KEY_ID and SSH_AUTH_SOCK, but not NUM_TOKENS.
 _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(api|access)?(key|token)s?)(_.*)?")
 # A setting is secret if its name ends with such a word: hf_token, but neither token_file nor max_new_tokens.
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")

@@ -51,7 +51,7 @@ _Level = Literal["debug", "info", "warning", "error"]
 class ConfigParser(TextParser, LightningArgumentParser):
     """Takes the text of config files from `files` instead of reading them again, and never parses a string twice.
 
-    Otherwise, jsonargparse would parse a string again when it builds or saves a setting of type Any.
+    jsonargparse alone would parse a string again when it builds or saves a setting of type Any.
     """
 
     files: Mapping[str, ConfigText] = {}  # keys are names on the command line
@@ -76,7 +76,7 @@ class LightRLCLI(LightningCLI):
     Args:
         args: the command line, starting with the command; `sys.argv[1:]` if None.
         callbacks: added to the callbacks in the config.
-        descriptions: one line for the help of each command.
+        descriptions: a one-line description of each command, for its help.
     """
 
     trainer: Trainer
@@ -235,7 +235,7 @@ class LightRLCLI(LightningCLI):
 class SaveRunConfig(SaveConfigCallback):
     """Saves the configuration as config.yaml in the run's folder, but never overwrites a file that the command read.
 
-    Each logger also records the configuration as hyperparameters, CSVLogger in hparams.yaml.
+    Each logger also records the configuration as hyperparameters; CSVLogger writes them to hparams.yaml.
     """
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -268,7 +268,7 @@ def _plain(value: Any) -> Any:
 class _PredictionFile(L.Callback):
     """Writes the trajectories of each batch, with their rewards, to a new file, one per line."""
 
-    path: Path | None = None  # None until it has the first trajectory
+    path: Path | None = None  # None until the first trajectory is written
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self.folder = run_folder(trainer) or Path(trainer.default_root_dir)
@@ -286,7 +286,7 @@ class _PredictionFile(L.Callback):
                 file.write(encode_json(trajectory) + b"\n")
 
     def _new_file(self) -> Path:
-        """Creates a file under a new name; without a logger, other runs may do so in the same folder."""
+        """Creates a file under a new name; without a logger, other runs may write to the same folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         number, path = 1, self.folder / "predictions.jsonl"
         while True:
@@ -299,7 +299,7 @@ class _PredictionFile(L.Callback):
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Builds what `configure_optimizers` returns from the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds the return value of `configure_optimizers` from the sections `optimizer:` and `lr_scheduler:`."""
     trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if isinstance(module, RLModule):
         roles = module.models()

@@ -104,7 +104,7 @@ class Keys:
     def _add(self, path: list[str], action: Action) -> None:
         name, *rest = path
         if rest:
-            self.types.pop(name, None)  # the type of the flag for the whole group, which accepts a file
+            self.types.pop(name, None)  # drop the flag for the whole group, which accepts a file
             self.groups.setdefault(name, Keys({}, {}, []))._add(rest, action)
         elif name not in self.groups:
             self.types[name] = getattr(action, "_typehint", Any)
@@ -166,7 +166,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         return super().parse_object(obj, namespace, *rest, **options)
 
     def _merge_earlier(self, name: str, value: Any, earlier: Any) -> Any:
-        """Returns the value. A string in `earlier` to which it adds settings becomes a data class's first field."""
+        """Returns the value; turns a string in `earlier` to which it adds settings into a data class's first field."""
         kinds, added = classes_in(self._type(name)), value
         if name.endswith("+") and kinds and dataclasses.is_dataclass(kinds[0]):
             first, items = dataclasses.fields(kinds[0])[0].name, value if isinstance(value, list) else [value]
@@ -207,7 +207,7 @@ class TextParser(ArgumentParser):  # type: ignore[misc]
         if texts is not None:
             return SettingText(texts) if isinstance(texts, str) else texts
         value = self._merge_earlier(name, loaded if isinstance(loaded, dict | list) else typed, earlier)
-        # only for `--name+` can the value differ from what was typed: strings in it became data classes
+        # the value differs from the typed text only for `--name+`, if strings in it became data classes
         return value if path.endswith("+") and isinstance(value, list) else typed
 
 
@@ -284,7 +284,7 @@ class _SettingCheck:
             raise UsageError(self._wrong_text(path, value, _describe(hint)))
 
     def _check_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
-        """Checks a class with its arguments, of which lightrl's own code passes the first `num_given`."""
+        """Checks a class with its arguments; lightrl's own code passes the first `num_given` of them."""
         if isinstance(settings.get("class_path"), ClassOrText):
             added = {key: value for key, value in settings.items() if key != "class_path"}
             kept = with_first_fields(settings["class_path"], kinds, added)
@@ -385,7 +385,7 @@ def classes_in(hint: object) -> list[type]:
 
 
 def with_first_fields(value: Any, kinds: Sequence[type], added: Any) -> Any:
-    """Returns `value`; strings in it to which `added` adds settings become the first field of their data class."""
+    """Returns `value`; if `added` adds settings to a string in it, the string becomes its data class's first field."""
     added = _items(_items(added).get("init_args", added))
     if not added or not kinds or "class_path" in added or not all(map(dataclasses.is_dataclass, kinds)):
         return value
@@ -406,7 +406,7 @@ def _items(value: object) -> dict[str, Any]:
 
 
 def _num_given(hint: object) -> int:
-    """Returns how many arguments lightrl itself passes to the class of a setting, or to a function in its place."""
+    """Returns how many arguments lightrl itself passes to the class of a setting, or to a function given instead."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is Callable:
         return len(inner[0]) if isinstance(inner[0], list) else 0

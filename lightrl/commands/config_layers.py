@@ -33,7 +33,7 @@ ON_COMMAND_LINE = " (on the command line)"  # the origin of a flag; a setting in
 
 
 class UsageError(Exception):
-    """An error that the user can fix on the command line or in a config file. No traceback is shown; exit code 2."""
+    """An error that the user can fix on the command line or in a config file: no traceback, exit code 2."""
 
 
 class Flag(str):
@@ -110,7 +110,7 @@ class UserSettings:
                 yield nested(path, [read] if name.endswith("+") and not isinstance(read, list) else read), origins
 
     def origin(self, path: str) -> str:
-        """Returns the origin of this path or of its nearest parent with a known one, such as ` (run.yaml:22)`."""
+        """Returns the origin of this path, or of its nearest parent that has an origin, such as ` (run.yaml:22)`."""
         if path.endswith(".init_args") and path in self.origins:
             return self.origins[path]
         named = [item for item in self.origins.items() if not item[0].endswith(".init_args")]
@@ -127,7 +127,7 @@ class UserSettings:
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, such as `model.init_args.lr (run.yaml:7)`; "" if unknown.
 
-        It is the first word of the error message that is a setting of a class under construction.
+        It is the first word of the error message that names a setting of a class under construction.
         """
         words = re.findall(r"[A-Za-z_]\w*", str(error))
         for owner in _constructed(error):

@@ -27,7 +27,7 @@ from lightrl.concurrency.owner import LOGS_KEPT_S, own_prefix
 from lightrl.errors import EngineUnreachable, LightRLError, OtherRankFailed
 from lightrl.strategies import is_on_all_ranks
 
-# Errors that a user can fix. Once the run has started, only those raised by lightrl itself count.
+# Errors that a user can fix. Once the run has started, only errors that lightrl itself raises count as fixable.
 FIXABLE = (ValueError, TypeError, OSError, ImportError, MisconfigurationException)
 
 
@@ -72,7 +72,7 @@ def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:
     except OtherRankFailed as error:
         if debug:
             raise
-        # The failed rank may write its traceback to the run's folder, so this one goes elsewhere. The cause comes last.
+        # The failed rank may write its traceback to the run's folder, so write this one elsewhere. Put the cause last.
         consequence = error.__cause__
         return _fail(f"{type(consequence).__name__}: {consequence}\n{keep_traceback(None)}\n{error}", code=1)
     except (LightRLError, *FIXABLE) as error:
@@ -189,7 +189,7 @@ _NOTICES = ("GPU available: ", "TPU available: ", "HPU available: ")
 
 def _is_of_interest(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    is_exception = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint says what it saved
+    is_exception = " was raised with message: " in text  # "An KeyboardInterrupt …"; TimedCheckpoint logs what it saved
     return not (is_exception or text.startswith(_NOTICES))
 
 

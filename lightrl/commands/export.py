@@ -68,8 +68,8 @@ def export_checkpoint(
     Args:
         checkpoint: a file, or the folder of a sharded checkpoint, saved by any number of processes.
         to: the folder to write. An earlier export there is replaced; any other content is refused.
-        earlier: checkpoints of the same model, oldest first, whose weights are averaged in with this one's, in float32.
-        decay: from 0 to 1. For each next checkpoint, average = decay · average + (1 - decay) · weights. None weighs
+        earlier: checkpoints of the same model, oldest first; averages their weights and this checkpoint's, in float32.
+        decay: from 0 to 1. For each later checkpoint, average = decay · average + (1 - decay) · weights. None weighs
             all checkpoints equally.
         role: the model to export.
         tokenizer: a hub name, a folder, or the dotted path of a function; None uses the one that the checkpoint names.

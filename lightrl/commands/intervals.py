@@ -24,7 +24,7 @@ def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, fl
 def interval_lines(metrics: Mapping[str, object]) -> str:
     """Returns a line for each pass@k among the metrics, with its 95 % interval; empty if there is none.
 
-    Each prompt is one independent outcome: its k completions solve it or not. So Wilson's interval holds for every k.
+    Each prompt is one independent outcome: its k completions solve it or not, so Wilson's interval is valid for any k.
     With one completion per prompt, pass@1 is the accuracy.
     """
     values = {name: float(value) for name, value in metrics.items()}  # type: ignore[arg-type]

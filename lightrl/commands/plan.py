@@ -138,7 +138,7 @@ class PlanCLI(LaunchedCLI):
 
     @property
     def _kind(self) -> str | None:
-        """The kind of GPU: the one that was given, or the trainer's if it is known."""
+        """The kind of GPU that the user gave, or the trainer's if it is known."""
         on_gpu = self.trainer.strategy.root_device.type == "cuda" and torch.cuda.is_available()
         name = torch.cuda.get_device_name(0) if on_gpu else ""
         kind: str | None = self.config_init[self.config.subcommand].get("gpu")
@@ -340,7 +340,7 @@ def choices_text(run: PlannedRun, found: Sequence[Choice], kind: str | None) -> 
 
 
 def _waiting_rows(run: PlannedRun, device_bytes: float | None) -> list[tuple[str, str, str]]:
-    """Returns a table row if the KV cache of all of a server's trajectories does not fit into its memory."""
+    """Returns a table row if a server's memory has no room for the KV cache of all its trajectories."""
     engine = run.engine
     if engine is None or engine.place != "servers" or device_bytes is None:
         return []
@@ -362,7 +362,7 @@ def _fit_text(run: PlannedRun, device_bytes: float | None, misfit_list: Sequence
 
 
 def _titled(title: str, rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> str:
-    """Formats a table with aligned columns, those in `right` to the right; wraps the text in the last column."""
+    """Formats a table; right-aligns the columns in `right`, and wraps the text in the last column."""
     last = len(rows[0]) - 1
     widths = [max(len(row[column]) for row in rows) for column in range(last + 1)]
     lines = [title]
@@ -390,7 +390,7 @@ def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns name, number and origin of each batch size; sizes per rank are those of the policy's ranks."""
+    """Returns name, number and origin of each batch size; sizes per rank are for the policy's ranks."""
     prompts, total = run.prompts or 1, run.trajectories
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)

@@ -102,7 +102,7 @@ def serve(
         tp: number of GPUs per server.
         devices: GPUs to use, such as `0,1,2,3`; each server gets the next `tp` of them.
         host: address to listen on; with the default only this machine can connect.
-        port: port of the first server; the next ports are for the other servers, then the receiver. None: any free.
+        port: the first server's port; the other servers and then the receiver use the next ones. None picks free ports.
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.
@@ -198,7 +198,7 @@ def serve_policy(
     until: threading.Event | None = None,
     write: Callable[[str], object] = sys.stdout.write,
 ) -> None:
-    """Serves a policy through an OpenAI API, for completions and chats with logprobs, until Ctrl-C.
+    """Serves a policy through an OpenAI-compatible API, for completions and chats with logprobs, until Ctrl-C.
 
     LocalEngine generates in this process. To use servers, export the checkpoint and run `lightrl serve --model FOLDER`.
 

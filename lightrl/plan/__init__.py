@@ -1,4 +1,4 @@
-"""Estimates what a run needs: memory of its ranks and servers, communication, batch sizes. An optional part.
+"""An optional part that estimates a run's needs: memory of its ranks and servers, communication, batch sizes.
 
 Reading order:
     sizes.py        a model's size: parameters and widths of its decoder layers, counted on the meta device

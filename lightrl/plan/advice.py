@@ -1,6 +1,6 @@
 """Finds layouts in which a run fits: the strategy's sizes, settings that save memory, servers and devices.
 
-Strategies accept all of these layouts (`PlannedRun.refusal`). The fastest layout that fits comes first.
+It returns only layouts that the strategy accepts (`PlannedRun.refusal`), the fastest first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightrl.trajectory import JsonObject
 _MAX_RANKS = 4096  # the largest number to try
 _OFFLOADS: tuple[tuple[Offloadable, ...], ...] = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 _RANKS = ("devices", "num_nodes")  # their product is the number of ranks
-DEFAULT_GPU = "H100"  # its speed orders the layouts if the kind of GPU is unknown
+DEFAULT_GPU = "H100"  # layouts are ranked by this GPU's speed if the kind of GPU is unknown
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Choice:
 
     @property
     def memory(self) -> float:
-        """Bytes of the rank that needs the most memory."""
+        """The memory of the rank that needs the most, in bytes."""
         return max(memory.total for memory in rank_memories(self.run))
 
     @property
@@ -113,13 +113,13 @@ def smallest(run: PlannedRun, device_bytes: float, gpu: Gpu) -> list[Choice]:
 
 
 def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
-    """Yields the run with the sizes that FSDP2Strategy, or Parallel3DStrategy without cp, allows on its ranks."""
+    """Yields the run with each split that FSDP2Strategy, or Parallel3DStrategy without cp, allows on these ranks."""
     if any(role.mesh is not None for role in run.roles):
         yield run
         return
 
     def of(layout: Literal["FSDP2", "3D"], pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1) -> PlannedRun:
-        is_3d = layout == "3D"  # which neither compiles layers nor offloads
+        is_3d = layout == "3D"  # Parallel3DStrategy neither compiles layers nor offloads
         roles = (replace(role, pp=pp, tp=tp, cp=cp, is_compiled=role.is_compiled and not is_3d) for role in run.roles)
         changes: JsonObject = {"offloads": (), "keeps_gathered": False} if is_3d else {}
         return replace(run, layout=layout, ep=ep, roles=tuple(roles), **changes)
@@ -141,7 +141,7 @@ def _splits(run: PlannedRun) -> Iterator[PlannedRun]:
                 split = of("3D", pp=pp, tp=tp, ep=ep)
                 try:
                     role_cost(split, split.roles[0])
-                except ValueError:  # these sizes do not divide the model's
+                except ValueError:  # the model cannot be split into these sizes
                     break
                 yield split
 
@@ -169,7 +169,7 @@ def _fits(run: PlannedRun, device_bytes: float) -> bool:
 
 
 def _with_servers(run: PlannedRun, device_bytes: float, gpu: Gpu) -> Choice | None:
-    """Chooses the fastest number and tp of servers on their GPUs; if none fit, adds GPUs, up to a node per server."""
+    """Chooses the fastest number of servers and tp on their GPUs; if none fits, adds GPUs, up to a node per server."""
     engine = run.engine
     if engine is None or engine.place != "servers" or not engine.starts_servers:
         return Choice(run, planned_time(run, gpu, device_bytes))
@@ -283,7 +283,7 @@ def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) 
     if weights + key_values > usable:
         heads = int(run.roles[0].config.num_attention_heads)
         sizes: Iterable[int] = (tp for tp in range(engine.tp + 1, heads + 1) if heads % tp == 0)
-        if engine.starts_servers:  # each of them within a node
+        if engine.starts_servers:  # each server must fit on one node
             node = run.world // run.num_nodes if run.shares_gpus else run.gpus_per_node
             sizes = (tp for tp in sizes if node % tp == 0)
         enough = (tp for tp in sizes if sum(engine_memory(run, replace(engine, tp=tp), rows=1)) <= usable)
@@ -303,7 +303,7 @@ def misfits(run: PlannedRun, device_bytes: float, gpu: Gpu = GPUS[DEFAULT_GPU]) 
 def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
     """Returns the first change that makes the ranks of `rank_memories(run)[index]` fit.
 
-    Tries a smaller microbatch, the fastest layout on the same ranks, both, and more ranks.
+    In this order, it tries a smaller microbatch, the fastest layout on the same ranks, both together, and more ranks.
     """
     rank, usable = rank_memories(run)[index].ranks.start, USABLE_FRACTION * device_bytes
 
@@ -319,7 +319,7 @@ def _fix(run: PlannedRun, index: int, device_bytes: float, gpu: Gpu) -> str:
     if text := microbatch(run):
         return f"set {text}"
     engine = run.engine
-    # if no servers fit, advises on the ranks alone
+    # if no servers fit, find a layout for the ranks alone
     alone = run if engine is None or engine.place != "servers" else replace(run, engine=None)
     if best := choices(run, device_bytes, gpu, most=1) or choices(alone, device_bytes, gpu, most=1):
         return f"set {settings_text(replace(best[0].run, engine=run.engine), run)}"

@@ -61,7 +61,7 @@ class Cost:
     sent_experts: float = 0.0  # the experts' part of sent_dp
     sent_tp: float = 0.0  # within layers, between the ranks that share a layer, its tokens or its experts
     sent_pp: float = 0.0  # between stages
-    gradient_bytes: float = 0.0  # FSDP2's unsharded gradients: those to reduce later, and those being reduced
+    gradient_bytes: float = 0.0  # FSDP2's unsharded gradients, both waiting and being reduced
     reduce_every_microbatch: bool = False  # the setting of FSDP2Strategy
 
     @property
@@ -89,7 +89,7 @@ def key_value_bytes(config: PretrainedConfig, width: int = SERVED_BYTES) -> int:
 
 
 def key_value_ranks(config: PretrainedConfig, tp: int) -> int:
-    """Returns over how many of a server's `tp` GPUs its KV cache is sharded; latent attention replicates it."""
+    """Returns how many of a server's `tp` GPUs share its KV cache; latent attention replicates the cache instead."""
     return 1 if getattr(config, "kv_lora_rank", None) else min(tp, int(config.num_key_value_heads))
 
 
@@ -108,7 +108,7 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     key_size, value_size = head_sizes(config)
     query, key = heads * key_size, kv_heads * key_size
-    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # and queries
+    normalizes_keys = "layers.*.self_attn.q_norm" in (config.base_model_tp_plan or {})  # queries too
     num_inputs = 3  # projections that read the layer's normalized input: q, k and v
     # Attention saves queries, keys and values (after rope, which saves only its angles), log-sum-exp, and the output,
     # which is the input of the output projection.
@@ -116,23 +116,23 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
         num_inputs = 2
         output, ranks = heads * value_size, (latent, *filter(None, [config.q_lora_rank]))
         saved += compute * (2 * query + 2 * output) + _FLOAT * heads
-        # The norm of a latent vector saves its float32 input and its normalized input; the next projection, its input.
+        # A latent vector's norm saves its float32 input and its normalized input; the next projection saves its input.
         saved += sum((_FLOAT + 2 * compute) * rank + _FLOAT for rank in ranks)
         exchanged = output
     else:
         saved += compute * (2 * query + 2 * key) + _FLOAT * (heads + normalizes_keys * (heads + kv_heads))
         exchanged = query + 2 * key_size * (math.lcm(kv_heads, work.cp) - kv_heads)
-    if work.cp > 1:  # also saves the output before the exchange, and the repeated heads of keys and values
+    if work.cp > 1:  # attention also saves its output before the exchange, and the repeated heads of keys and values
         saved += compute * exchanged
     if work.is_compiled and not layer.experts:
-        # The layer's input, and inputs and outputs of matrix products; the backward recomputes the rest.
+        # A compiled layer saves its input, and inputs and outputs of matrix products; the backward recomputes the rest.
         saved += parameter * hidden + compute * (2 + num_norms // 2) * hidden
         return int(saved + compute * (normalizes_keys * (query + key) + 3 * layer.width))
     # A norm saves its input in float32 (not copied if it is float32 already), and the normalized input for the
     # gradient of its weight.
     saved += num_norms * (_FLOAT + (_FLOAT if is_gemma else parameter)) * hidden
     saved += normalizes_keys * (_FLOAT + (_FLOAT if is_gemma else compute)) * (query + key)
-    # The input of q, k and v, and the input of gate and up; autocast copies it for each projection.
+    # The q, k and v projections share one saved input, gate and up another; autocast copies it for each projection.
     num_inputs += 2 * (layer.width > 0)
     saved += compute * hidden * (2 if compute == parameter else num_inputs)
     # The MLP saves gate, its activation, up, and their product, which is the input of the down projection.
@@ -142,7 +142,7 @@ def layer_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
 def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     """Returns the bytes that autograd saves per token for a layer's routed experts, with grouped matrix products.
 
-    With `ep`, a rank saves them for the tokens that it receives, on average as many as it sends.
+    With `ep`, a rank saves them for the tokens that it receives, which are on average as many as it sends.
     """
     if not layer.experts:
         return 0
@@ -150,7 +150,7 @@ def _expert_bytes(size: ModelSize, layer: LayerSize, work: Work) -> int:
     output = work.parameter_bytes if work.ep > 1 else compute  # per element of an expert's output, before weighting
     each = compute * (hidden + 4 * layer.expert_width) + output * hidden
     indices = 4 * _INDEX  # indices of the chosen experts and of the sorted tokens
-    # The router saves its probabilities and a float32 input: it skips autocast, and some families cast from bfloat16.
+    # The router saves its probabilities and, if autocast is on or the model casts to float32, a float32 input.
     is_float = compute != work.parameter_bytes or hasattr(size.config, "n_group")
     return int(size.experts_per_token * (each + indices) + _FLOAT * (layer.experts + is_float * hidden))
 
@@ -175,15 +175,15 @@ def activation_bytes(size: ModelSize, tokens: int, share: float, work: Work) -> 
 
 
 def logit_bytes(config: PretrainedConfig, tokens: int, work: Work) -> tuple[float, float]:
-    """Returns the bytes that autograd saves for the output head, and those that its backward allocates for a chunk."""
+    """Returns the bytes that autograd saves for the output head, and the bytes that a chunk's backward allocates."""
     vocabulary, compute = config.vocab_size, work.compute_bytes
     weights = vocabulary * config.hidden_size
     saved = compute * config.hidden_size * tokens  # the hidden states that predict tokens
-    saved += compute * weights if compute != work.parameter_bytes else 0  # the head's copy under autocast
+    saved += compute * weights if compute != work.parameter_bytes else 0  # autocast's copy of the head
     if are_few_logits(tokens, vocabulary):  # autograd saves their probabilities
         logits = tokens * vocabulary
         return float(saved + _FLOAT * logits), float((compute + 2 * _FLOAT) * logits)
-    # Logits and their gradient in the head's dtype; intermediate results stay within a kernel.
+    # A chunk has logits and their gradient in the head's dtype; intermediate results stay within a kernel.
     chunk = min(tokens, tokens_per_chunk(tokens, vocabulary, "fused")) * vocabulary * 2 * compute
     return float(saved), float(chunk + _FLOAT * weights + compute * config.hidden_size * tokens)
 
@@ -233,7 +233,7 @@ def fsdp2_cost(size: ModelSize, gpus: int, work: Work, *, reduce_every_microbatc
 
 
 def _exchanged_bytes(size: ModelSize, work: Work) -> float:
-    """Returns the bytes that are sent per token in all layers and passes, over cp and to the token's experts."""
+    """Returns the bytes sent per token in all layers and passes, between cp ranks and to the token's experts."""
     config, cp, ep = size.config, work.cp, work.ep
     num_passes = 3 if work.checkpoint_activations else 2
     heads = config.num_attention_heads + math.lcm(config.num_key_value_heads, cp)
@@ -281,7 +281,7 @@ def parallel_3d_cost(size: ModelSize, pp: int, dp: int, tp: int, work: Work) -> 
     sent_tp = 8 * hidden * (tp - 1) / tp * max(layers) * num
     sent_tp += work.tokens / (shards * tp) * _exchanged_bytes(size, work) * max(layers) / size.num_layers
     sent_pp = 2 * hidden / tp * num * work.stages if pp > 1 else 0.0
-    # Microbatches of the first rank; interleaved schedules start more (https://arxiv.org/abs/2205.05198, 4.2).
+    # The first rank's microbatches; interleaved schedules start more (https://arxiv.org/abs/2205.05198, section 4.2).
     in_flight = min(num, pp + (pp - 1) / work.stages if work.stages > 1 else pp)
     activations, logits = peak_bytes(size, tokens, in_flight * max(layers) / size.num_layers, work)
     return Cost(

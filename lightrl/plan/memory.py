@@ -1,7 +1,7 @@
 """Estimates the memory of a run's ranks and servers from each model's costs (plan/costs.py) and ranks.
 
-`lightrl plan`, `launch` and `doctor run` get their numbers from `rank_memories` and `engine_memory`, for a PlannedRun
-that planned_run.py reads from the run's classes; advice.py looks for settings with which the run fits.
+`lightrl plan`, `launch` and `doctor run` get their numbers from `rank_memories` and `engine_memory`. planned_run.py
+makes the PlannedRun from the run's classes; advice.py finds settings with which the run fits.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PlannedOpponent:
     """SelfPlay's opponent on rank 0: an engine with an older version, and a pool of versions in host memory."""
 
     engine: PlannedEngine
-    fraction: float  # share of the episodes in which it plays
+    fraction: float  # share of the episodes in which the opponent plays
     num_versions: int
 
 
@@ -96,17 +96,17 @@ def trainer_sizing(run: PlannedRun) -> JsonObject:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The properties of a run that determine its memory, and those that messages about memory mention."""
+    """The properties of a run that determine its memory or that messages about memory mention."""
 
     roles: tuple[PlannedRole, ...]  # the policy first
     world: int
     layout: Literal["whole", "FSDP2", "3D"]
-    prompts: int | None  # prompts per iteration; None if the data does not state them
+    prompts: int | None  # prompts per iteration; None if the data has no batch size
     group_size: int
     num_minibatches: int
     update_epochs: int
     microbatch_tokens: int  # has no effect on batches of data
-    prompt_tokens: int  # in the longest prompt
+    prompt_tokens: int  # tokens in the longest prompt
     new_tokens: int
     longest: int  # tokens in the longest trajectory
     prompt_source: str = "data.max_prompt_tokens"
@@ -124,8 +124,8 @@ class PlannedRun:
     shares_gpus: bool = False  # the engine's servers are on the ranks' GPUs
     batches_per_update: int | None = None  # batches of data; None if trajectories are rolled out
     inferring: Sequence[str] = ()  # the role of each forward pass between rollout and update
-    refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why a strategy refuses these sizes, if it does
-    num_nodes: int = 1  # with equally many ranks
+    refusal: Callable[[PlannedRun], str | None] = lambda run: None  # why the strategy refuses the sizes, or None
+    num_nodes: int = 1  # nodes, each with the same number of ranks
     gpus_per_node: int = NODE_RANKS
     stages_per_rank: int = 1  # pipeline stages; more than one means Interleaved1F1B
     sizing: Callable[[PlannedRun], JsonObject] = trainer_sizing  # the settings that give a run its ranks and servers
@@ -293,7 +293,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
 
 
 def rows_of(run: PlannedRun, engine: PlannedEngine) -> int:
-    """Returns the number of trajectories that each server decodes together."""
+    """Returns the number of trajectories that each server decodes at once."""
     rows = math.ceil(run.trajectories * (run.max_staleness + 1) / engine.servers)
     return rows if engine.max_rows is None else min(engine.max_rows, rows)
 
@@ -317,7 +317,7 @@ def decoding_rows(run: PlannedRun, engine: PlannedEngine, device_bytes: float) -
 
 
 def suited(run: PlannedRun, device_bytes: float, *, may_checkpoint: bool, may_cut: bool) -> PlannedRun:
-    """Adds activation checkpointing, then reduces microbatches, if the run's ranks do not fit otherwise.
+    """If the run's ranks do not fit, turns on activation checkpointing; if that is not enough, reduces microbatches.
 
     Rank 0's KV cache counts as at most a quarter of the usable memory, since rows that do not fit can wait.
     """

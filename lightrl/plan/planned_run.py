@@ -320,7 +320,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
 
 
 def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) -> tuple[int, str]:
-    """Returns the maximum number of tokens in a prompt or row, also limited by `module`'s context, and its origin."""
+    """Returns the maximum number of tokens in a prompt or row, and its origin; the context of `module` may lower it."""
     given = getattr(data, setting, None)
     tokens, source = (_ASSUMED_TOKENS, f"assumed; set data.{setting}") if given is None else (given, f"data.{setting}")
     limit = None if module is None else module.max_prompt_tokens
@@ -328,7 +328,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) 
 
 
 def _num_scores(module: RLModule) -> int:
-    """Returns the largest number of float32 values per token; advantages may be per trajectory instead."""
+    """Returns the maximum number of float32 values per token, also counting advantages that may be per trajectory."""
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large

@@ -1,4 +1,4 @@
-"""Measures what a model's costs depend on: the parameters and widths of its decoder layers."""
+"""Measures the sizes that a model's costs depend on: the parameters and widths of its decoder layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LayerSize:
     expert_width: int = 0  # intermediate size of one routed expert
 
     def gathered(self, ep: int = 1) -> float:
-        """Returns how many parameters a rank gathers to compute the layer; with `ep`, only its own experts."""
+        """Returns how many parameters a rank gathers for the layer; with `ep`, it gathers only its own experts."""
         return self.parameters + self.expert_parameters / ep
 
 
@@ -39,14 +39,14 @@ class ModelSize:
     config: PretrainedConfig  # the text model's
     layers: tuple[LayerSize, ...]
     outside_layers: int  # embedding, head, last norm
-    experts_per_token: int = 0  # number of routed experts
+    experts_per_token: int = 0  # number of routed experts that each token uses
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelSize:
         """Measures a model on any device; raises ValueError if its config lacks the number of experts per token."""
         config: Any = model.config.get_text_config()
         inner = {id(part) for layer in decoder_layers(model) for part in list(layer.modules())[1:]}
-        layers = [layer for layer in decoder_layers(model) if id(layer) not in inner]  # not nested in another
+        layers = [layer for layer in decoder_layers(model) if id(layer) not in inner]  # not nested in another layer
         layers = layers[-config.num_hidden_layers :]  # an image encoder's layers come first
         counts = Counter(_layer_size(layer, config) for layer in layers)
         sizes = tuple(replace(size, num=num) for size, num in counts.items())

@@ -1,7 +1,7 @@
-"""Predicts how long each phase of an iteration takes on known GPUs, and the price, for trajectories of maximum length.
+"""Predicts the time of each phase of an iteration on known GPUs, and the price, for trajectories of maximum length.
 
-Compute runs at MFU of the peak FLOP/s, and decoding at MBU of the memory bandwidth. Communication runs at the link's
-bandwidth, during the compute. tests/plan/test_speed.py compares the predictions with measurements on an H200.
+Compute reaches the fraction MFU of peak FLOP/s, decoding the fraction MBU of the memory bandwidth, and communication
+the link's full bandwidth. tests/plan/test_speed.py compares the predictions with measurements on an H200.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
     updates = run.num_minibatches * run.update_epochs
     update = waiting = exchanged = 0.0
     for role in (role for role in run.roles if role.trained):
-        # a backward is two passes, or one if most weights have no gradient; checkpointing repeats the forward
+        # a backward costs two passes, or one if most weights have no gradient; checkpointing repeats the forward
         passes = (3 if role.trained == role.parameters else 2) + run.checkpoint_activations
         compute_s = run.update_epochs * batches * passes * pass_flops(run, role) / len(role.ranks) / rate
-        cost, near = role_cost(run, role), max(role.tp * role.cp, run.ep)  # ep uses the same ranks
+        cost, near = role_cost(run, role), max(role.tp * role.cp, run.ep)  # ep shares ranks with tp and cp
         idle = compute_s * (role.pp - 1) / cost.num_microbatches / run.stages_per_rank
         copied = 2 * cost.moments * ("optimizer" in run.offloads) + 2 * cost.offloaded * cost.num_microbatches
         exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near, node) + copied / gpu.host_bytes_per_s

@@ -80,7 +80,7 @@ def test_a_problem_names_its_node_and_a_fix(case):
 
 def test_a_node_without_a_report_is_named_with_the_end_of_its_log():
     (problem,) = [line for line in said([GOOD, None, GOOD]) if not line.startswith("ok ")]
-    assert problem.startswith("fails nodes node2 did not report. fix: Check that node2 shares /runs with the others")
+    assert problem.startswith("fails nodes node2 did not report. fix: Check that node2 shares /runs with the other")
     assert problem.endswith("The end of its log: its last line")
     assert "no report" in table(SPEC, HOSTS, [GOOD, None, GOOD])
     assert [line.split()[0] for line in said([None] * 3)] == ["fails"] * 3

@@ -219,7 +219,7 @@ REFUSED = {
     "another strategy": ({"ranks": 2}, {"strategy": "DDPStrategy"}, "trainer.strategy=DDPStrategy"),
     "no cp": ({"allocation": "d4"}, {"strategy": "FSDP2Strategy", "trainer_cp": 2}, "has cp=1, but .* has cp=2"),
     "less ep": ({"allocation": "megatron:d4e2"}, {"strategy": "FSDP2Strategy", "trainer_ep": 4}, "has ep=2, but .*4"),
-    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "splits only by data"),
+    "a strategy that differs": ({"allocation": "t2"}, {"strategy": "FSDP2Strategy"}, "supports neither"),
     "another engine": ({"servers": 1}, {"engine": "LocalEngine"}, "trainer.engine is LocalEngine"),
     "vLLM next to a rank on its GPU": (
         {"gpus_per_node": 2, "ranks": 2, "servers": 1, "placement": "colocated"}, {"engine": "VLLMEngine"}, "separate",
@@ -238,7 +238,7 @@ REFUSED = {
         {"allocation": "sglang:d2+d2"}, {"engine": "VLLMEngine"}, "to SGLangEngine, or the allocation's .* to vllm",
     ),
     "pipelines of servers": ({"allocation": "vllm:d2p2+d2"}, {}, "but no p"),
-    "slices of experts": ({"allocation": "megatron:(attn:d4|ffn:d1t2e2)"}, {}, "cannot use t of ffn"),
+    "slices of experts": ({"allocation": "megatron:(attn:d4|ffn:d1t2e2)"}, {}, "ffn's t must be 1"),
     "models apart": ({"allocation": "fsdp[a]:d4+fsdp[c]:d4"}, {}, "mesh: "),
     "nothing to train": ({"allocation": "sglang:d4"}, {}, "it trains nothing"),
 }  # fmt: skip

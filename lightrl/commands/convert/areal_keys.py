@@ -44,12 +44,12 @@ def left(reason: str) -> Rule:
 
 
 def only(*values: object, else_: str) -> Rule:
-    """Returns a rule that drops these values, which lightrl always uses; other values are refused with `else_`."""
+    """Returns a rule that accepts only these values, which lightrl always uses; refuses others with `else_`."""
     return lambda value, areal: Outcome() if value is None or value in values else Outcome(left=else_)
 
 
 def repeats(key: str, else_: str = "") -> Rule:
-    """Returns a rule for a key that must equal another one; another value is refused with `else_`."""
+    """Returns a rule for a key whose value must equal that of `key`; refuses other values with `else_`."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
@@ -112,7 +112,7 @@ def variables(text: str | None, areal: Leaves) -> Outcome:
 
 
 def scheduling_spec(value: Any, areal: Leaves) -> Outcome:
-    """Converts one part's `scheduling_spec`, a list with a mapping for each kind of task; all parts share a launch."""
+    """Converts a section's `scheduling_spec`, a list with a mapping per kind of task; all sections share a launch."""
     first = areal.get("actor.scheduling_spec", value)
     if value not in (None, first):
         return Outcome(left="a launch has one container and environment, which actor.scheduling_spec sets")
@@ -277,7 +277,7 @@ def _has_levels(name: str, areal: Leaves) -> bool:
 def old_group_norm(value: bool, areal: Leaves) -> Outcome:
     if value and not has_critic(areal):
         return Outcome({"model.advantage_mean": "group", "model.advantage_std": "group"})
-    return Outcome(left="it does not say which statistics are used instead: check advantage_mean and advantage_std")
+    return Outcome(left="this key does not determine the statistics: check model.advantage_mean and advantage_std")
 
 
 def shaping(name: str, neutral: float | None, undone_by: Sequence[str] = ()) -> Rule:
@@ -375,7 +375,7 @@ def train_data(path: str, areal: Leaves) -> Outcome:
 
 def completions(path: str, areal: Leaves) -> Outcome:
     rl = train_data(path, areal)
-    note = rl.note and "AReaL's script defines the columns: set data.prompt_column and those of the completions"
+    note = rl.note and "AReaL's script defines the columns: set data.prompt_column and the completions' columns"
     return Outcome({name: value for name, value in rl.settings.items() if name != "model.reward"}, note)
 
 
@@ -446,7 +446,7 @@ def switch(setting: str, on: object) -> Rule:
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
-# keys that make the converted file one for lightrl launch
+# keys that are converted to settings of lightrl launch
 _LAUNCHED = ("allocation_mode", "rollout.backend", "actor.backend", "cluster.n_nodes", "scheduler.", "launcher.")
 _IMAGE = "the image must contain lightrl; with pyxis or enroot, use launch.srun_options instead"
 _ONE_CONTAINER = "a launch has one container, which launcher.slurm.trainer_image sets"
@@ -587,9 +587,9 @@ ROWS: dict[str, Rule] = {
     "actor.gae_lambda": for_critic("model.lam"),
     "actor.overlong_reward_penalty": overlong,
     "actor.overlong_*": used_by("actor.overlong_reward_penalty"),
-    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like others"),
+    "actor.mask_no_eos_with_zero": only(False, else_="truncated completions get a reward like any other"),
     "actor.dynamic_sampling": dynamic,
-    "actor.log_agent_stats*": only(False, [], else_="what a reward returns besides `reward` is logged"),
+    "actor.log_agent_stats*": only(False, [], else_="lightrl logs every value that a reward returns"),
     "*.scheduling_spec": scheduling_spec,
     "actor.fsdp.*": left("see FSDP2Strategy"),
     "actor.megatron.*": left("see Parallel3DStrategy"),
@@ -627,7 +627,7 @@ ROWS: dict[str, Rule] = {
     "checkpointer.*": left("a run without a ModelCheckpoint saves every 10 minutes (last-timed.ckpt)"),  # 2025-08
     "evaluator.freq_steps": validation_steps,
     "evaluator.freq_epochs": validation_epochs,
-    "evaluator.freq_secs": left("validation counts iterations or epochs"),
+    "evaluator.freq_secs": left("validation runs every n iterations or epochs"),
     "stats_logger.wandb.mode": wandb,
     "stats_logger.wandb.project": used_by("stats_logger.wandb.mode"),
     "stats_logger.wandb.name": used_by("stats_logger.wandb.mode"),
@@ -657,7 +657,7 @@ DEFAULTS: dict[str, JsonObject] = {
 SUPERVISED_DEFAULTS = DEFAULTS["actor.optimizer."] | {"actor.optimizer.lr_scheduler_type": "constant"}
 
 
-# Names of AReaL before August 2025 (AReaL Core) and their new names; a prefix ends with a dot or an underscore.
+# AReaL's names before August 2025 (AReaL Core) and the new names; a prefix ends with a dot or an underscore.
 CORE = {
     "n_nodes": "cluster.n_nodes", "n_gpus_per_node": "cluster.n_gpus_per_node", "group_size": "gconfig.n_samples",
     "ppo.gen.n": "gconfig.n_samples", "ppo.gen.": "gconfig.", "ppo.ppo_n_minibatches": "actor.ppo_n_minibatches",

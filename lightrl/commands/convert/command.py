@@ -27,7 +27,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 _DESCRIPTION = """\
 Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. Lists
-on stderr the settings that have no counterpart, with reasons, and those that lightrl does not know. Returns 0 if
+on stderr the settings that have no counterpart, with reasons, and those that are unknown. Returns 0 if
 everything was converted, 1 if some settings were not, 2 if the file cannot be read.
 """
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -101,7 +101,7 @@ def report(result: Conversion) -> str:
     counts = f"{count_text(len(result.converted), 'setting')} converted, {len(result.left)} without a counterpart"
     lines = [f"{counts}, {len(result.unknown)} unknown."]
     for title, rows in (
-        ("Missing in the file; set these before a run:", dict.fromkeys(result.missing, "")),
+        ("Missing from the file; set these before a run:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
         ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
         ("Converted, with a difference:", result.notes),

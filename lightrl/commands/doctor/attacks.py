@@ -19,7 +19,7 @@ from lightrl.trajectory import Prompt, Trajectory, chat_as_text
 
 ACCURACY = "accuracy"
 GOLD = "the data's answer"
-# How a completion may give its answer. The first form that earns the most is used for the answer and for the attacks.
+# Ways to write an answer. The first form that earns the most is used for the data's answers and for the attacks.
 FORMS = (
     "{}", "\\boxed{{{}}}", "The answer is {}.", "The answer is \\boxed{{{}}}.", "#### {}", "<answer>{}</answer>",
     "<think>\nIt is easy.\n</think>\n\n<answer>{}</answer>", "<think>\nIt is easy.\n</think>\n\n\\boxed{{{}}}",
@@ -49,7 +49,7 @@ def attack(
     the reward reports `accuracy`, accuracies are compared instead.
 
     Args:
-        prompts, answers: the data's rows, and the answers that each accepts, the best first; () if a row has none.
+        prompts, answers: the data's rows, and the answers that each row accepts, best first; () if it has none.
         write: makes a trajectory from a prompt and a completion's text.
         compute: computes the rewards of trajectories.
 
@@ -70,7 +70,7 @@ def attack(
     empty, gold = first[: len(prompts)], first[len(prompts) :]
     by_form = {form: gold[index * len(answered) :][: len(answered)] for index, form in enumerate(FORMS)}
     lowest = [0.0 if value is None else value for value in empty]
-    lowest_of_answered = [lowest[row] for row in answered]  # the value of a failed reward
+    lowest_of_answered = [lowest[row] for row in answered]  # used where the reward failed
     form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], lowest_of_answered)))
     best = dict(zip(answered, map(_or_else, by_form[form], lowest_of_answered), strict=True))
     right = [row for row in answered if best[row] > lowest[row]]

@@ -86,14 +86,14 @@ def _parser() -> argparse.ArgumentParser:
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
     source = (
-        "policy: the initial policy's, then attacks on the reward; reference: the data's answer_column; attacks: only "
-        "attacks; the last two need no policy (default policy)"
+        "policy: sampled from the initial policy, then attacks on the reward; reference: the data's answer_column; "
+        "attacks: only attacks. reference and attacks need no policy (default policy)"
     )
     reward.add_argument("--completions", default="policy", choices=("policy", "reference", "attacks"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
     replay.add_argument("file", help="the JSONL file")
     replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
-    replay.add_argument("--n", type=_count, default=None, help="only this many, from the start (default: all)")
+    replay.add_argument("--n", type=_count, default=None, help="recompute only the first N (default: all)")
     for command in (reward, replay):
         command.add_argument("--repeats", type=_count, default=2, help="calls per trajectory (default 2)")
     return parser

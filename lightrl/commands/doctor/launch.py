@@ -87,7 +87,7 @@ def _models(module: Any) -> dict[str, str]:
 
 
 def spec_of(plan: Plan, models: Mapping[str, str], deadline_s: float) -> NodeSpec:
-    """Returns the nodes' instructions for checking the plan of a run."""
+    """Returns the instructions with which the nodes check a run's plan."""
     ports: list[list[int]] = [[] for _ in plan.hosts]
     gpus: list[set[int]] = [set() for _ in plan.hosts]
     for process in plan.processes:
@@ -176,7 +176,7 @@ def findings(
     present = {hosts[node]: report for node, report in enumerate(reports) if report is not None}
     for host, report, log in zip(hosts, reports, logs, strict=True):
         if report is None:
-            fix = f"Check that {host} shares {Path(spec.folder).parent} with the others, and that its Python has "
+            fix = f"Check that {host} shares {Path(spec.folder).parent} with the other nodes, and that its Python has "
             fix += "lightrl (launch.setup, launch.container)." + (f" The end of its log: {log}" if log else "")
             yield Finding("nodes", f"{host} did not report.", "fails", fix)
         elif report.step != STEPS[-1]:
@@ -213,7 +213,7 @@ def findings(
 
 
 def _versions(present: Mapping[str, Report]) -> dict[str, dict[str, str]]:
-    """Returns the version of each package by node, and of NVIDIA's driver if any node has one."""
+    """Returns each package's version by node, and the version of NVIDIA's driver if any node has it."""
     versions: dict[str, dict[str, str]] = {}
     for host, report in present.items():
         for name, version in {**report.versions, "driver": report.driver}.items():

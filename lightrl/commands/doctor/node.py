@@ -2,11 +2,11 @@
 
     python -m lightrl doctor node FOLDER HOST0 HOST1 … [--node NUMBER]     with --node: a host that has only servers
 
-A node adds to its report `node-N.json` after each of these steps, so the last one shows where a node hangs or dies:
+A node updates its report `node-N.json` after each of these steps, so the report shows where a node hangs or dies:
 
     started   versions, GPUs and network interfaces; listens on the ports that the run will use here
     folders   waits for the files of the other nodes in each shared folder; looks for the models
-    network   connects to the ports of the other nodes; each answers with its number and its clock
+    network   connects to the ports of the other nodes; each node answers with its number and its clock
     done      sums a tensor over all nodes, with gloo and, on GPUs, with NCCL
 
 Nodes wait only for each other's reports, up to a deadline per step, so a failed node cannot keep others from reporting.
@@ -77,7 +77,7 @@ class NodeSpec:
 
 @dataclass
 class Report:
-    """Results of a node's checks, so far."""
+    """Results of a node's checks so far."""
 
     step: str = STEPS[0]  # the last complete step
     host: str = ""
@@ -233,7 +233,7 @@ class NodeCheck:
                 except (OSError, ValueError) as error:
                     is_reached = False
                     fix = "Open ports launch.port to launch.port + 64 between the nodes (firewall, security group), "
-                    fix += f"and check that other nodes reach it by the name {self.hosts[other]}."
+                    fix += f"and check that other nodes can reach it as {self.hosts[other]}."
                     self._problem("network", f"cannot reach {place}: {error or type(error).__name__}.", fix)
                     break
                 if number != other:
@@ -247,7 +247,7 @@ class NodeCheck:
                 self.report.reached.append(other)
 
     def _ask(self, other: int, port: int) -> tuple[int, tuple[float, float]]:
-        """Returns the answering node's number, and the seconds that this clock is ahead of it, with the uncertainty."""
+        """Returns the answering node's number, and how many seconds this clock is ahead, with the uncertainty."""
         start_s = time.time()
         with socket.create_connection((self.hosts[other], port), min(_CONNECT_S, self.spec.deadline_s)) as connection:
             number, clock = connection.makefile().readline(100).split()  # other programs may send more

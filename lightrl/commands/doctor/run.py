@@ -1,4 +1,4 @@
-"""lightrl doctor run: checks in a minute everything that a run needs, with two iterations in a temporary folder."""
+"""lightrl doctor run: checks everything that a run needs, in a minute, with two iterations in a temporary folder."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ from lightrl.trajectory import Group, Trajectory
 _MAX_ROWS = 20_000  # per split; reading them takes about a minute
 _LEAST_FREE = 0.1  # fraction of the host's memory; if less is free, even starting the run may fail
 _LEAST_DISK_BYTES = 2**30
-_SHOWN_CHARS = 60  # the last characters of a prompt
+_SHOWN_CHARS = 60  # number of characters shown from a prompt's end
 _SHOWN_PROBLEMS = 3
 Status = Literal["ok", "warning", "fails"]
 _NUM_ITERATIONS = 2
 _NUM_REPLAYED = 8
 MAX_VALIDATION_PROMPTS = 64
 _ALMOST_ALL = 0.9
-_ANSWER_S = 10.0  # within this time, a running server must answer
+_ANSWER_S = 10.0  # a running server must answer within this time
 _PROBE = "sync/probe_abs_dlogp_nats"
 _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 
-# Callbacks that affect how a run samples and write only to the run's folder, here a temporary one.
+# Callbacks that affect how a run samples and write only to the run's folder, which is temporary here.
 _TRIAL_CALLBACKS = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
 # Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.
@@ -161,7 +161,7 @@ class _RunCheck(LightRLCLI):
         checkpoints = [callback for callback in self.user_callbacks if isinstance(callback, ModelCheckpoint)]
         if not checkpoints and self.user_trainer.get("enable_checkpointing") is not False:
             checkpoints = [ModelCheckpoint(save_last=True)]
-        if hasattr(datamodule, "validation_batch_size"):  # else a large one could take hours
+        if hasattr(datamodule, "validation_batch_size"):  # a large validation batch could take hours
             datamodule.validation_batch_size = min(datamodule.validation_batch_size, MAX_VALIDATION_PROMPTS)
         trial = Trial(checkpoints)
         self.trainer.callbacks.append(trial)
@@ -224,7 +224,7 @@ def _num_batches(datamodule: Any, limit: Any) -> int:
 class Trial(RLCallback):
     """Ends the run after two iterations and measures them; it is the last callback, so it sees what the others log."""
 
-    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's; the trial itself saves none
+    checkpoints: Sequence[ModelCheckpoint] = ()  # the run's callbacks; the trial itself saves no checkpoint
     length: tuple[float, float, float] = (0, 0, 0)  # see `run_length`
     trajectories: list[Trajectory] = field(default_factory=list)  # from both iterations
     dropped: dict[str, list[str]] = field(default_factory=dict)  # reason → messages
@@ -391,7 +391,7 @@ def forecast(trial: Trial, root: str, *, logged_bytes: float, validation_batches
 
 
 def bottleneck_findings(area: str, text: str) -> Iterator[Finding]:
-    """Reports the part that takes most of an iteration, if any; slow rewards or data are a warning."""
+    """Reports which part takes most of an iteration, if one does; warns about slow rewards or data."""
     problem, _, fix = text.partition(". ")
     if area in ("reward", "data"):
         yield Finding("time", f"{problem}.", "warning", fix)

@@ -223,7 +223,7 @@ class TokenTexts:
 
 
 def as_shown(record: Json, texts: TokenTexts) -> Json:
-    """Converts a record of TrajectoryLog to what the page shows: lists with one entry per token."""
+    """Converts a record of TrajectoryLog for the page, to lists with one entry per token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
     num = len(token_ids)
@@ -312,7 +312,7 @@ class Timeline:
         return sorted({iteration for marks in self._marks.values() for iteration, _ in marks})
 
     def summary(self) -> Json | None:
-        """Returns what Trace wrote at the end of the run."""
+        """Returns the summary that Trace wrote at the end of the run; None if it cannot be read."""
         try:
             summary: Json = json.loads(read_text(self._folder / "summary.json"))
         except (OSError, ValueError, RecursionError):

@@ -59,8 +59,8 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-NUM_TRAJECTORIES = 200  # exported per run, the same number from each iteration
-NUM_ITERATIONS = 5  # exported timelines per run, of the last iterations that have a trace
+NUM_TRAJECTORIES = 200  # trajectories exported per run, the same number from each iteration
+NUM_ITERATIONS = 5  # timelines exported per run, from the last iterations that have a trace
 MAX_BYTES = 64 * 2**20  # total size of a run's exported trajectories
 
 

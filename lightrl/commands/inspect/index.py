@@ -4,7 +4,7 @@ Dropped trajectories are rows too; their column `finish` has the reason. Drops d
 the failure files and have tokens; other drops come from the problem files.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs no more than a short one. A thread
-reads files whose size or time has changed, newest first; the table can be read meanwhile.
+reads files whose size or time has changed, newest first; other threads can read the table at the same time.
 """
 
 from __future__ import annotations

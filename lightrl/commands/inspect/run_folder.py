@@ -16,7 +16,7 @@ from lightrl.checks.secret_settings import without_secrets
 
 _SIGNS = ("metrics.csv", "trajectories", "trace", "status.json", "learning_curve.csv", "problems")
 Json = dict[str, Any]  # a JSON object from a file or in an answer
-MAX_BYTES = 2**26  # maximum to read from a file at a time
+MAX_BYTES = 2**26  # maximum number read from a file at a time
 _DEPTH = 3  # levels of folders to search for runs, such as <root>/lightning_logs/version_0
 
 

@@ -1,8 +1,8 @@
 """Serves the page on the loopback interface; its address contains a token.
 
-Another site's page in the same browser can send requests to that interface, but does not know the token; if it uses
-another host name (DNS rebinding), its `Host` is refused. A run's files are served only as data, in JSON answers and
-images, and the content security policy below lets the browser run only the package's script.
+Another site's page in the same browser can send requests to that interface, but does not have the token; requests with
+another `Host` (DNS rebinding) are refused. A run's files are served only as data, in JSON answers and images, and the
+content security policy below lets the browser run only the package's script.
 """
 
 from __future__ import annotations

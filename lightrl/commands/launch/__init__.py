@@ -1,4 +1,4 @@
-"""Starts runs on one machine or many. A plan places the processes; launchers start and stop them there.
+"""Starts runs on one machine or many. A plan assigns processes to hosts; launchers start and stop them.
 
 Reading order:
     settings.py     Launch: the section `launch:` of the YAML, and AReaL's allocation strings
@@ -8,7 +8,7 @@ Reading order:
     local.py        processes on this machine; ray.py: the same on the hosts of a Ray cluster
     command.py      the command line
 
-May import: what commands/ may. To add a launcher: write a class with the methods of Launcher in a file of at most 250
+May import whatever commands/ may. To add a launcher, write a class with Launcher's methods in a file of at most 250
 lines, add its name to settings.py and command.py, a test, and a section to docs/clusters.md.
 """
 

@@ -68,7 +68,7 @@ class UnstartedCLI(LightRLCLI):
 
 
 class LaunchedCLI(UnstartedCLI):
-    """Builds the run with the ranks, servers and strategy of the plan for its section `launch:`."""
+    """Builds the run with the ranks, servers and strategy that the plan of its `launch:` section sets."""
 
     launched: Plan | None = None
 
@@ -108,7 +108,7 @@ def plan_of(
     Args:
         memory: the fields of RunFacts that the memory check needs; None skips the check.
         is_shown: whether the plan is only shown; unknown hosts are then called `node1` and so on.
-        is_dry: whether nothing will be started, so that this machine need not have the GPUs.
+        is_dry: whether nothing will be started; this machine then does not need the GPUs.
     """
     launch = Launch.of(settings["launch"])
     facts = replace(facts_of(settings), **(memory or {}))

@@ -36,7 +36,7 @@ class Launcher(Protocol):
     """Starts a plan's processes on their hosts, watches them, and stops them in order: the trainer first."""
 
     def files(self) -> Mapping[str, str]:
-        """Returns the files that the launcher writes, by default none: name in the launch's folder → text."""
+        """Returns the files to write, none by default: maps names in the launch's folder to texts."""
         return {}
 
     def start(self) -> None:
@@ -44,7 +44,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the run and returns its exit code; by default, if another program watches the run, returns 0."""
+        """Waits for the run and returns its exit code; by default, for runs that another program watches, returns 0."""
         return 0
 
     def end(self) -> None:

@@ -24,7 +24,7 @@ from lightrl.concurrency.child_process import KILL_WAIT_S, ChildProcess, ending_
 from lightrl.engines.servers.addresses import TOKEN_VARIABLE
 
 _TICK_S = 0.2
-_FAILED_GRACE_S = 10.0  # for the remaining processes after one failed: they cannot continue, and may hang
+_FAILED_GRACE_S = 10.0  # after one process has failed, the others cannot continue and may hang
 _SERVERS_GRACE_S = 15.0
 _TAIL_LINES, _TAIL_BYTES = 15, 16384
 LOST = -1  # used as the exit code of a process whose host is lost
@@ -34,7 +34,7 @@ RESUME = ("--ckpt_path", "last")
 class GuardedProcesses:
     """Starts and stops named commands on this host; they are killed when this process ends.
 
-    No method waits, so a launcher on another host can call them too.
+    No method blocks, so a launcher on another host can call them too.
     """
 
     def __init__(self) -> None:

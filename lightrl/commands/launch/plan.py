@@ -25,7 +25,7 @@ from lightrl.strategies.parallel_3d import check_sizes
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
-_MAX_HOSTS = 16  # maximum number shown: the first hosts and the last
+_MAX_HOSTS = 16  # maximum number shown: the first hosts and the last one
 SERVER_OFFSET = 1  # the servers' ports come after the port of the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
@@ -174,7 +174,7 @@ def make_plan(
     """
     layout = layout_of(launch, ranks=facts.ranks, servers=facts.servers, tp=facts.tp)
     served = layout.servers * layout.tp if layout.placement == "separate" else 0
-    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # each server starts at a multiple of tp
+    needed = layout.ranks + (served and -layout.ranks % layout.tp) + served  # a server's first GPU is a multiple of tp
     gpus = launch.gpus_per_node or gpus_per_host or -(-needed // launch.nodes)
     split = _trainer_split(layout, facts)
     settings, notes = _changed_settings(layout, facts)
@@ -238,7 +238,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
     if gpus % tp or (is_colocated and per_host % tp):
         raise ValueError(
             f"launch.tp={tp} must divide the {per_host if is_colocated else gpus} "
-            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server is on one host. Change launch.tp."
+            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server cannot span hosts. Change launch.tp."
         )
     first = {host: len(ranks.get(host, ())) for host in range(nodes)}
     free = {host: range(first[host]) if is_colocated else range(-(-first[host] // tp) * tp, gpus) for host in first}
@@ -275,10 +275,10 @@ def _changed_settings(layout: Layout, facts: RunFacts) -> tuple[JsonObject, list
         )
     if facts.strategy == "FSDP2Strategy" and pp * tp > 1:
         fix = "Remove trainer.strategy."
-        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy splits only by data. {fix}")
+        raise ValueError(f"The allocation has p={pp} and t={tp}, but FSDP2Strategy supports neither. {fix}")
     if facts.strategy == "Parallel3DStrategy" and strategy_split != (pp, tp):
         raise ValueError(f"The allocation has p={pp} and t={tp}, but trainer.strategy (pp, tp)={strategy_split}.")
-    # An allocation without c has cp 1, since it fixes dp; one without e leaves ep to the strategy.
+    # An allocation without c means cp 1, since it fixes dp; an allocation without e leaves ep to the strategy.
     for name, size, own, is_given in (
         ("cp", layout.cp, facts.trainer_cp, layout.trainer_pp is not None),
         ("ep", layout.ep, facts.trainer_ep, layout.ep > 1),

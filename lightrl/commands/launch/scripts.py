@@ -47,7 +47,7 @@ class TorchrunLauncher(Launcher):
         sys.stdout.write(f"\nStart all of these now; each writes its log below {self.plan.folder}:\n{text}\n")
 
     def _scripts(self) -> dict[str, Process]:
-        """Maps a script's name to its process, for each host and role; a host's first rank stands for all its ranks."""
+        """Maps a script's name to its process, for each host and role; a host's first rank represents all its ranks."""
         scripts: dict[str, Process] = {}
         for process in self.plan.processes:
             scripts.setdefault(f"{process.role}-{self.plan.hosts[process.host]}.sh", process)

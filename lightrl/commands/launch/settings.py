@@ -35,7 +35,7 @@ LauncherName = Literal["local", "torchrun", "slurm", "kubernetes", "ray"]
 
 @dataclass(frozen=True)
 class Recover:
-    """Recovery from a failed process of the run.
+    """How a run recovers when one of its processes fails.
 
     Args:
         retries: maximum number of restarts from the newest checkpoint.
@@ -73,7 +73,7 @@ class Launch:
     Args:
         launcher: the program that starts the processes.
         nodes: number of hosts.
-        gpus_per_node: GPUs per host, or with `accelerator: cpu` the number of ranks and servers on it. None means the
+        gpus_per_node: GPUs, or with `accelerator: cpu` the number of ranks and servers, on each host. None means the
             GPUs of this machine or, for other launchers, the number that the run needs.
         allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`; it
             also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep of either strategy.
@@ -97,7 +97,7 @@ class Launch:
             heterogeneous.
         rank_resources: CPUs and memory of each trainer rank, and labels of its node, with Ray or Kubernetes. With Slurm
             use sbatch's options, such as `{mem: 500G, constraint: h200}`.
-        server_resources: the same for each server.
+        server_resources: CPUs, memory and node labels of each server.
         recover: what to do after a process fails.
     """
 
@@ -151,7 +151,7 @@ class Launch:
                 other = f"Set {how}" if self.launcher == "slurm" else "Remove it: this launcher reserves nothing"
                 raise ValueError(f"launch.{name} needs launcher: ray or kubernetes, got {self.launcher}. {other}.")
         if self.recover.retries and self.launcher in ("torchrun", "kubernetes"):
-            how = "To continue there, start again with --ckpt_path last"
+            how = "To continue a run, start it again with --ckpt_path last"
             raise ValueError(f"launch.recover needs launcher: local, slurm or ray, got {self.launcher}. {how}.")
         if self.time_limit is not None and self.launcher != "slurm":
             raise ValueError(f"launch.time_limit needs launcher: slurm, got {self.launcher}. Remove it.")
@@ -173,7 +173,7 @@ class Layout:
     trainer_tp: int | None = None
     cp: int = 1  # 1 leaves the choice of cp and ep to the strategy
     ep: int = 1
-    engine: str | None = None  # the engine class for these servers; None means the run's, or SGLangEngine
+    engine: str | None = None  # the servers' engine class; None means the run's or, if it has none, SGLangEngine
 
 
 def layout_of(launch: Launch, *, ranks: int, servers: int = 0, tp: int = 1) -> Layout:
@@ -212,7 +212,7 @@ def _layout_of_parts(text: str, groups: Sequence[Sequence[Part]]) -> Layout:
     if any(part.pp > 1 for part in served):
         raise refused("lightrl's servers have d and t, but no p")
     if model.expert_tp > 1:
-        raise refused("lightrl divides experts by e, but does not split an expert: it cannot use t of ffn")
+        raise refused("lightrl divides experts only by e and cannot split an expert, so ffn's t must be 1")
     (servers,) = served or [Part("sglang", dp=0)]
     is_colocated = any(servers in group and model in group for group in groups)
     return Layout(
@@ -235,7 +235,7 @@ _PART = re.compile(
     rf"(?:(?P<backend>[a-z]+)?(?:\[(?P<name>{_NAME})\]|\((?P<old_name>{_NAME})\))?[:.])?(?P<sizes>[^:.]*)"
 )
 _EXPERTS = re.compile(r"\(?attn:([^|]*)\|ffn:([^|)]*)\)?")
-_FORMS = "Such strings look like sglang:d4t2+fsdp:d8 or sglang.d4t2+d2p2t1; see commands/launch/settings.py for all."
+_FORMS = "Examples: sglang:d4t2+fsdp:d8 and sglang.d4t2+d2p2t1; commands/launch/settings.py lists all forms."
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """SlurmLauncher: runs the trainer and the servers as two concurrent steps of one Slurm job.
 
 The trainer gets the job's first hosts. Lightning reads ranks from Slurm's variables; the main address is set here,
-since Lightning would use the job's first host even if that has no ranks. With `server_options` the job has two
+since Lightning would use the job's first host even if it has no ranks. With `server_options` the job has two
 components with separate options.
 
     job.sh ── srun trainer.sh    one task per rank          warning before the time limit, or scancel of the job:
@@ -47,7 +47,7 @@ if [ "$restarts" -gt 0 ]; then export LIGHTRL_RESUME="{resume}"; fi
 if [ "$restarts" -gt {retries} ]; then echo "Slurm requeued this more than recover.retries={retries} times."; exit 1; fi
 
 signal_step() {{ [ -f "$folder/$2.step" ] && scancel --signal="$1" "$(cat "$folder/$2.step")"; }}
-# not to srun, which kills its tasks on SIGTERM
+# signal the step, not srun, which kills its tasks on SIGTERM
 trap 'is_late=yes; echo "The time limit is near: the run saves its checkpoint."; signal_step TERM trainer' USR1
 trap 'is_canceled=yes; signal_step TERM trainer' TERM
 finish() {{ while kill -0 "$1" 2>/dev/null; do wait "$1"; done; wait "$1"; }}  # wait also returns for a trapped signal
