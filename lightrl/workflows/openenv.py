@@ -1,4 +1,4 @@
-"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: the same with tool calls.
+"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one whose actions call tools.
 
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
