@@ -166,7 +166,7 @@ class PolicyAccess:
     def __post_init__(self) -> None:
         self.items: dict[str, JsonObject] = {}
         self.parser = completion_parser(self.renderer.tokenizer, None, None)
-        self._numbers = itertools.count()  # a number for each completion, for its seed
+        self._numbers = itertools.count()  # numbers the completions, to derive their seeds
         self._scoring = asyncio.Lock()
 
     async def prepare(self, request: AgentRequest) -> EncodedRequest | EncodedPrompts:

@@ -101,7 +101,7 @@ class EncodedRequest:
 
     @property
     def row(self) -> _Snapshot | None:
-        """The latest trained answer that the request continues, if that answer ends its row; None to add a row."""
+        """The latest trained answer that the request continues, if that answer ends its row; None if it adds a row."""
         last = self.parent
         while last is not None and not last.is_trained:
             last = last.parent

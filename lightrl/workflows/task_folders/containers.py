@@ -1,4 +1,4 @@
-"""Docker and Podman: tasks in containers, through the command-line programs.
+"""Docker and Podman: run tasks in containers, using the command-line programs.
 
 A run starts an idle container, copies files in, executes the program, kills the container, copies files out, and
 removes it. A helper process, which outlives this one, starts the container and removes it when this process closes a

@@ -122,7 +122,7 @@ class TaskFolder:
         return next((text for text, value in has.items() if value), None)
 
     def timeout_s(self, section: Literal["agent", "verifier", "environment"]) -> float:
-        """Returns the deadline of an agent, of the tests, or of a build; by default 600 s."""
+        """Returns the deadline of an agent, of the tests, or of a build; the default is 600 s."""
         name = "build_timeout_sec" if section == "environment" else "timeout_sec"
         value = self._value(section, name, (int, float))
         if (number := finite_number(600.0 if value is None else value)) is None or number <= 0:
@@ -130,7 +130,7 @@ class TaskFolder:
         return number
 
     def environment(self, section: Literal["environment", "verifier"]) -> dict[str, str]:
-        """Returns a section's environment variables; `${NAME}` and `${NAME:-default}` insert this process's."""
+        """Returns a section's environment variables; `${NAME}` and `${NAME:-default}` are read from this process."""
 
         def fill(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], match[2])

@@ -1,4 +1,4 @@
-"""LocalRuntime: tasks in this machine's sandbox, for environments that consist of files.
+"""LocalRuntime: runs tasks in this machine's sandbox, if their environments consist of files.
 
 The Dockerfile's image is not used: programs see this machine's files, plus the environment's folders at /. COPY, ADD of
 files, ENV and WORKDIR work as in Docker; RUN is executed as an agent would be, without a network, so it can only change

@@ -86,7 +86,7 @@ def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[
 
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "lock").open("w") as lock, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first rank builds the environments; the others find them built
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first rank builds the environments; the others wait and reuse them
         for number, (digest, problem) in enumerate(zip(first, pool.map(built, first.values()), strict=True), start=1):
             if problem is not None:
                 failed[digest] = problem

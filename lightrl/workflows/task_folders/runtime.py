@@ -86,7 +86,7 @@ def paths_in(folder: Path) -> set[str]:
 
 
 def variables_of(request: Json) -> dict[str, str]:
-    """Returns a program's variables, without this machine's PATH, because each environment sets PATH itself."""
+    """Returns a program's variables, without this machine's PATH, because an environment has its own."""
     variables: dict[str, str] = request["environment"]
     return {name: value for name, value in variables.items() if (name, value) != ("PATH", os.environ.get("PATH"))}
 

@@ -265,7 +265,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def passed_in(report: bytes) -> tuple[int, int]:
-    """Returns the number of tests in a JUnit report that passed, and of all tests; skipped tests do not count."""
+    """Returns how many tests in a JUnit report passed, and how many ran; skipped tests do not count."""
     if b"<!DOCTYPE" in report:
         raise ValueError("a report must not declare entities")
     cases = [case for case in ElementTree.fromstring(report).iter("testcase") if case.find("skipped") is None]
