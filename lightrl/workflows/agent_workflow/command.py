@@ -185,7 +185,7 @@ class AgentCommand:
         result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
         if reply["exit_code"] != 0:
             text = f"{self.command[0]} {self._how_it_failed(reply, request)}. It printed {output[-300:]!r}."
-            raise AgentFailed(text, result) if is_kept else RolloutError(text)  # else the guard's keeper was killed
+            raise AgentFailed(text, result) if is_kept else RolloutError(text)  # if not, the keeper was killed
         return result
 
     def _how_it_failed(self, reply: dict[str, Any], request: dict[str, Any]) -> str:

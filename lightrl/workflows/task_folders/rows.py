@@ -92,5 +92,5 @@ def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[
                 failed[digest] = problem
             if time.monotonic() > reported_s + _PROGRESS_S:
                 reported_s = time.monotonic()
-                log.info("Environments of tasks: %d of %d are ready.", number, len(first))
+                log.info("Prepared %d of %d task environments.", number, len(first))
     return {task: failed[task.digest] for task in tasks if task.digest in failed}

@@ -1,4 +1,4 @@
-"""Runtime: where an agent and its tests run. One interface to this machine, containers, and third-party sandboxes."""
+"""Runtime: where agents and tests run; the common interface of this machine, containers and third-party sandboxes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def runtime_of(name: str) -> Runtime:
-    """Returns the runtime of this name or dotted path; raises ValueError if there is none."""
+    """Returns the runtime with this name or dotted path; raises ValueError if there is none."""
     if name not in NAMES and "." not in name:
         raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
     kind = function_of(NAMES.get(name, name), "runtime")

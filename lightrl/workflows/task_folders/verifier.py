@@ -172,7 +172,7 @@ class Verifier:
             reward, metrics = reward_in(Path(result.workspace, "logs", "verifier"))
             return reward, {**metrics, "tests_without_reward": 0.0}
         except (OSError, ValueError, RecursionError) as error:
-            text = "The tests of %s gave no reward, so it is 0: %s. %s"
+            text = "The tests of %s wrote no valid reward, so the reward is 0: %s. %s"
             log.warning(text, task.folder, error, problem or f"They printed {result.output[-300:]!r}.")
             return 0.0, {"tests_without_reward": 1.0}
         finally:
