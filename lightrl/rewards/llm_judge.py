@@ -58,7 +58,7 @@ class LLMJudge:
     """A reward function that asks a model for a score according to a rubric, and scales the score to [0, 1].
 
     At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
-    retried with growing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
+    retried with increasing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
     immediately. Scores are cached, so the same prompt with the same completion is sent only once.
 
     Args:

@@ -2,7 +2,7 @@
 
 Reading order:
     answer.py       math_answer; finds the final answer, compares numbers, units and choices
-    expressions.py  LaTeX, token by token, to expressions, which SymPy compares
+    expressions.py  converts LaTeX, token by token, to expressions that SymPy compares
     units.py        units and their conversion
 
 May import: the same as rewards/; SymPy only in functions, since its import takes half a second.

@@ -170,7 +170,7 @@ def math_answer(
         `format`: 1 if exactly one answer is marked by `####` (a number) or `\boxed{}`, nothing comes after it, and the
         completion ended with its stop token;
         `lenient_accuracy`: also 1 if the last number of the completion equals the reference;
-        `reward`: 1 if accurate, otherwise `format_reward` if in format, otherwise 0; `extracted`, the marked answer.
+        `reward`: 1 if accurate, else `format_reward` if `format` is 1, else 0; `extracted`, the marked answer.
 
     Raises:
         ValueError: if the prompt has no reference.

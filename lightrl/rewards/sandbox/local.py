@@ -7,8 +7,8 @@ force in each run; missing layers are also logged when they change.
                    user who may create user namespaces
     disk, proc     parts of namespaces: a private, bounded memory disk; a /proc that shows only the program's processes.
                    Containers may refuse either
-    private_user   Linux as root: a separate user id that owns nothing and may write nowhere; separate process count
-    landlock       Linux 5.13: reads only Python and the system's libraries, writes only the program's folder
+    private_user   Linux as root: a separate user id that owns nothing and cannot write anywhere; separate process count
+    landlock       Linux 5.13: a program can read only Python and the system's libraries, and write only its folder
     seccomp        Linux on x86-64 and ARM64: no sockets, no access to other processes, no uncounted memory
     cgroup         a writable memory cgroup, v1 or v2: bounds the total memory of all processes
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment

@@ -101,7 +101,7 @@ class Proxy:
         self.allowed = [split_host(host) for host in hosts]
 
     def reach(self, inside: socket.socket) -> socket.socket:
-        """Reads a request, and returns a connection to its host; on refusal answers the request and raises OSError."""
+        """Reads a request, and returns a connection to its host; if refused, answers the request and raises OSError."""
         try:
             inside.settimeout(_HEAD_S)
             head, rest = _read_head(inside)
