@@ -146,7 +146,7 @@ class Workflow(ABC):
                 yield sample, run.result()
 
     def clean_up(self, trajectory: Trajectory) -> None:  # noqa: B027 - most workflows leave nothing
-        """Deletes anything that `run` left for the reward function; called once the reward is known or was given up."""
+        """Deletes what `run` left for the reward function; called when the reward is known or will not be computed."""
 
     @abstractmethod
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:
