@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _has_effect(tree: ast.Module | None) -> bool:
-    """Returns whether code does something; a program's output or a word of prose only states a value."""
+    """Returns whether code does something. A program's output, or a word of prose, parses as code that does nothing."""
     return any(
         isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr | ast.AnnAssign))
         for node in (ast.walk(tree) if tree else ())
@@ -183,7 +183,7 @@ def _from_json(text: str) -> object:
 
 
 def run_test(program: str, test: Test, sandbox: Sandbox, limits: Limits, tolerance: float = 0.0) -> TestResult:
-    """Runs one test in the sandbox; a test with `stdin` runs the program, the others import it."""
+    """Runs one test in the sandbox. A test with `stdin` runs the program; any other test imports it."""
     if isinstance(test, Mapping) and "stdin" in test:
         run = sandbox.run(program, test["stdin"], limits)
         is_right = run.exit_code == 0 and same_output(run.stdout, test["stdout"], tolerance)

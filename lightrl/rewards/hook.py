@@ -36,7 +36,7 @@ class RewardHook(Supervisor[Trajectory]):
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.
-        timeout_s: deadline of one call in seconds. A thread that misses it is abandoned; only the first one is logged.
+        timeout_s: deadline of one call in seconds. A thread that misses it is abandoned; only the first is logged.
     """
 
     def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
@@ -123,7 +123,7 @@ class RewardWorker(Protocol):
     """Computes rewards. Call `start` once, then `compute_rewards` any number of times, then `close`."""
 
     def start(self) -> None:
-        """Starts workers; raises ValueError if there is no such function. Called before training, from any thread."""
+        """Starts workers; raises ValueError if loading the function fails. Called before training, from any thread."""
         ...
 
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:

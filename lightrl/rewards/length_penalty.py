@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """DAPO's soft overlong punishment: 0 up to `max_tokens - buffer_tokens`, then linear, -factor from `max_tokens` on.
+    """DAPO's soft overlong punishment: 0 up to `max_tokens - buffer_tokens`, then linear to -factor at `max_tokens`.
 
     Source: DAPO, equation 13, https://arxiv.org/abs/2503.14476.
 
@@ -43,7 +43,7 @@ class OverlongPenalty:
 
         Args:
             num_tokens: tokens that the policy generated.
-            max_tokens: their limit.
+            max_tokens: the limit on their number.
 
         Raises:
             ValueError: if the buffer is larger than the limit.

@@ -58,15 +58,15 @@ class LLMJudge:
     """A reward function that asks a model for a score according to a rubric, and scales the score to [0, 1].
 
     At most `max_concurrent` requests run at the same time. Connection errors and status 408, 425, 429 and 5xx are
-    retried with growing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
+    retried with increasing pauses until `deadline_s`; any other error, or an answer without a score, raises RewardError
     immediately. Scores are cached, so the same prompt with the same completion is sent only once.
 
     Args:
         url: the endpoint's address without `/chat/completions`.
         model: the model's name at the endpoint.
         rubric: the user message, in which {completion} (without its thinking), {thinking}, {prompt} (the last message)
-            and the prompt's fields are filled in. A completion that is only thinking is not sent; it scores lowest.
-        system: the system message, if any.
+            and the prompt's fields are filled in. Thinking without an answer is not sent; it gets the lowest score.
+        system: the system message; None sends no system message.
         score_pattern: a regular expression whose first group is the score; its last match counts. With {criteria}, it
             is applied to each criterion's line; by default, the score is the number after the name.
         criteria: the data column with each row's list of `{name: ..., description: ..., weight: 1}`. With {criteria} in
@@ -235,8 +235,8 @@ class LLMJudge:
             if 400 <= status < 500 and status not in BUSY:
                 raise RewardError(
                     f"The LLM judge at {self._url} answered {label(trajectory)} with {failure}. Check url, model, key "
-                    "and rubric. If it refuses an argument, set max_tokens=None or temperature=None, and pass others "
-                    "in request."
+                    "and rubric. If it refuses an argument, set max_tokens=None or temperature=None, and pass other "
+                    "arguments in request."
                 )
             pause_s = max(retry_s, wait_s * random.uniform(0.8, 1.2))
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))

@@ -60,12 +60,12 @@ def _is_comparable(answer: object) -> bool:
 class ReferenceCheck:
     """Calls a reward's built-in functions on a completion without an answer, which is cheap.
 
-    So a prompt that lacks a field is refused at the start, and not dropped in each iteration. Users' functions are not
+    A prompt that lacks a field is thus refused at the start, not dropped in each iteration. Users' functions are not
     called, since they may be slow or have side effects.
     """
 
     def __init__(self, reward: object) -> None:
-        self.columns: set[str] = set()  # the columns that the functions have read
+        self.columns: set[str] = set()  # the columns that the functions have read so far
         is_lightrls = str(getattr(reward, "__module__", "")).startswith("lightrl.")
         self._functions: list[RewardFunction] = [reward] if callable(reward) and is_lightrls else []
         if isinstance(reward, str | RewardPart | Sequence):

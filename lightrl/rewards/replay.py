@@ -93,7 +93,7 @@ def replay(
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Computes this reward for trajectories, for example those in a JSONL file.
+    """Computes the reward of trajectories, for example from a JSONL file.
 
     Args:
         source: a file of failed rewards or of the trajectory log, or trajectories.

@@ -122,7 +122,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def outcomes(self, trajectories: Iterable[Trajectory]) -> Iterator[tuple[int, Outcome]]:
-        """Yields (position, outcome) of each trajectory when it is done; for a sync function, in order."""
+        """Yields (position, outcome) of each trajectory when it is done; a sync function keeps their order."""
         if not self.runs_together:
             for index, trajectory in enumerate(trajectories):
                 outcome = self._compute(trajectory)

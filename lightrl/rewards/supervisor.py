@@ -58,7 +58,7 @@ class Worker(Protocol[RequestIn]):
         ...
 
     def is_ready(self, wait_s: float) -> bool:
-        """Waits up to `wait_s` until the worker can be used; raises ValueError if there is no such function."""
+        """Waits up to `wait_s` until the worker can be used; raises ValueError if the function cannot be loaded."""
         ...
 
     def is_alive(self) -> bool: ...
@@ -99,7 +99,7 @@ class CallQueue(Generic[Request]):
         self._changed = threading.Condition()
 
     def add(self, calls: Sequence[_Call[Request]], *, first: bool = False) -> None:
-        """Adds calls in their order; with `first`, before all waiting calls."""
+        """Adds calls in their order, before all waiting calls if `first` is set."""
         with self._changed:
             if self.refusal is None:
                 if first:
@@ -147,7 +147,7 @@ class SupervisedWorker(Generic[Request]):
     pool: Supervisor[Request]
     _spare: Worker[Request] | None = None  # starts while the worker works; exists after the first replacement
     _num_calls: int = 0  # calls that the worker has run
-    _num_deaths: int = 0  # workers that died while idle, in a row
+    _num_deaths: int = 0  # how many workers in a row died while idle
     _max_batch: int = _MAX_TOGETHER
 
     def supervise(self) -> None:
@@ -208,7 +208,7 @@ class SupervisedWorker(Generic[Request]):
             except (ValueError, WorkerDied):
                 if worker is not None:
                     worker.end()
-                if attempt == _MAX_RESTARTS or not self.pool.ready.done():  # the first worker has no second attempt
+                if attempt == _MAX_RESTARTS or not self.pool.ready.done():  # the first worker gets no second attempt
                     raise
                 worker = None
                 time.sleep(_RESTART_WAIT_S * attempt)  # the machine may have free processes or memory soon
@@ -342,7 +342,7 @@ class Supervisor(ABC, Generic[Request]):
         """Waits until one worker is ready; the others start in the background. A second call has no effect.
 
         Raises:
-            ValueError: if there is no such function, or importing it takes longer than `startup_timeout_s`.
+            ValueError: if the function cannot be loaded, or importing it takes longer than `startup_timeout_s`.
         """
         with self._lock:
             if self.calls.refusal is not None:

@@ -27,7 +27,7 @@ _MAX_FENCES_INSIDE = 4  # fences in the docstrings of one program
 def regex_match(trajectory: Trajectory, *, pattern: str, is_full: bool = True) -> float:
     """Returns 1 if the stripped answer, or with `is_full=False` a part of it, matches the pattern, otherwise 0.
 
-    `.` matches newlines. A pattern with a thinking tag, like `<think>.*</think>.*`, sees the thinking as well.
+    `.` matches newlines. A pattern with a thinking tag, like `<think>.*</think>.*`, also matches the thinking.
     """
     compiled = _compiled(pattern)
     text = (trajectory.completion if names_thinking(pattern) else trajectory.answer).strip()
@@ -114,7 +114,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses repeated keys: Python keeps only the last value, so a policy could give every value in turn."""
+    """Refuses repeated keys: Python keeps only the last value, so a policy could try many values."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is repeated")
     return dict(pairs)

@@ -1,4 +1,4 @@
-"""Helpers to test your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
+"""Helpers for testing your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
 `tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has settings for a silent trainer.
 `lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use them. This package may import

@@ -103,7 +103,7 @@ def in_microbatch_spans(
 ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
     """Wraps `loss` and `backward` to record an event per forward and backward; without a trace, returns them unchanged.
 
-    A forward lasts from the thread's last backward to the loss. On a GPU, this is the time to launch the work.
+    A forward lasts from the thread's last backward to the loss. On a GPU, this measures only the launch of the work.
     """
     if _tape is None or not _tape.is_recording:
         return loss, backward
@@ -162,7 +162,7 @@ def child_bytes() -> dict[str, int]:
             for children in parent.glob("task/*/children"):
                 for pid in children.read_text().split():
                     process = Path("/proc", pid)
-                    name = repr((process / "comm").read_text(errors="replace").strip())[1:-1]  # any bytes
+                    name = repr((process / "comm").read_text(errors="replace").strip())[1:-1]  # may contain any bytes
                     totals[name] = totals.get(name, 0) + host_bytes(process=process)
                     pending.append(process)
     return totals

@@ -1,4 +1,4 @@
-"""MultiAgent: an episode in which the policy plays several named agents; one trajectory, with a row for each agent.
+"""MultiAgent: an episode of several named agents that the policy plays; it becomes one trajectory with a row per agent.
 
     reset(prompt) ─► (agent, observation) ─► that agent's turn ─► step(completion) ─► (next agent, observation) ─► …
 
@@ -90,7 +90,7 @@ class MultiAgent(Workflow):
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new AgentEnvironment for each episode.
         max_turns: maximum number of turns of all agents together.
-        max_tokens: maximum number of tokens in one agent's conversation; the model's context by default.
+        max_tokens: maximum number of tokens in one agent's conversation; by default, the model's context.
         truncated_reward: the reward of a turn that was cut off, which ends the episode.
         time_limit_s: time limit of one episode; an episode that exceeds it is dropped.
         step_timeout_s: deadline of one call to the environment.
@@ -127,7 +127,7 @@ class MultiAgent(Workflow):
         check_positive(**{name: settings.get(name) for name in ("time_limit_s", "step_timeout_s")})
 
     def invite(self, opponent: Opponent, seat: Seat) -> None:
-        """Lets `opponent` take the turns of the role, if any, that `seat` chooses for a session."""
+        """Lets `opponent` play the role that `seat` chooses for a session; None leaves all roles to the policy."""
         self._opponent, self._seat = opponent, seat
 
     async def run(self, prompt: Prompt, generate: Generate) -> Trajectory:

@@ -1,4 +1,4 @@
-"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: the same with tool calls.
+"""OpenEnv: an environment on an OpenEnv server, one session per trajectory; OpenEnvTools: one whose actions call tools.
 
     ws://…/ws   {"type": "reset" | "step" | "close", "data": {…}}
               → {"type": "observation", "data": {"observation": {…}, "reward": 0.0, "done": false}}
@@ -168,7 +168,7 @@ class OpenEnvTools(ToolEnvironment):
         url: the server's address.
         observation: the field of the first observation that the policy reads; None means all fields, as JSON.
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
-        parser, max_calls, max_result_chars, tool_timeout_s: as for ToolEnvironment.
+        parser, max_calls, max_result_chars, tool_timeout_s: see ToolEnvironment.
 
     Raises:
         ValueError: if no OpenEnv server answers, or it has no tools.

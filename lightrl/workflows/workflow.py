@@ -1,4 +1,4 @@
-"""Workflow: maps a prompt to a trajectory by calling the policy; SingleTurn: calls it once."""
+"""Workflow: maps a prompt to a trajectory by calling the policy; SingleTurn calls the policy once."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ class GroupGenerate(Protocol):
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    `run_group` runs a prompt's group concurrently; its interactions share no state. The controller computes rewards.
+    `run_group` runs the interactions of a group concurrently; they share no state. The controller computes rewards.
     """
 
     # Maximum number of tokens in a multi-turn interaction, including the prompt. None means the model's context.
     max_tokens: int | None = None
 
-    # Seconds that `run` may spend outside of `generate` at a time, for example on a tool, before the trajectory is
-    # dropped. None is for workflows that set a deadline on everything they await.
+    # Maximum number of seconds that `run` may spend between calls of `generate`, for example on a tool; a trajectory
+    # that exceeds it is dropped. Set it to None in a workflow that has a deadline for everything that it awaits.
     own_timeout_s: float | None = 600.0
 
     # Whether an interaction that a checkpoint interrupted can continue in a resumed run instead of starting over. `run`
@@ -125,7 +125,7 @@ class Workflow(ABC):
             )
 
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
-        """Runs the trajectories of a group and yields each as soon as it is done, so that its reward starts early.
+        """Runs the trajectories of a group and yields each as soon as it is done, so that its reward is computed early.
 
         This default calls `run` for all samples concurrently. Raising an exception drops all samples that
         have not been yielded; yielding a RolloutError or RewardError drops only that sample.
@@ -286,7 +286,7 @@ class _TimedGenerate:
         try:
             yield
         finally:
-            self._task = None  # so that calls that are still running start no timer
+            self._task = None  # so that a call that is still running does not start a timer
             self._stop_timer()
 
     def _start_timer(self) -> None:

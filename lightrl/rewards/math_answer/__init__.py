@@ -2,10 +2,10 @@
 
 Reading order:
     answer.py       math_answer; finds the final answer, compares numbers, units and choices
-    expressions.py  LaTeX, token by token, to expressions, which SymPy compares
+    expressions.py  converts LaTeX, token by token, to expressions that SymPy compares
     units.py        units and their conversion
 
-May import: what rewards/ may; SymPy only in functions, since its import takes half a second.
+May import: the same as rewards/; SymPy only in functions, since its import takes half a second.
 """
 
 from lightrl.rewards.math_answer.answer import final_answer, math_answer

@@ -1,7 +1,7 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last marked answer counts: in `\boxed{}` or after `####`; without either, after "the answer is". The metric `format`
-says whether it is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
+The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The metric
+`format` says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
@@ -169,8 +169,8 @@ def math_answer(
         `accuracy`: 1 if the last marked answer equals the reference;
         `format`: 1 if exactly one answer is marked by `####` (a number) or `\boxed{}`, nothing comes after it, and the
         completion ended with its stop token;
-        `lenient_accuracy`: 1 also if the last number of the completion equals the reference;
-        `reward`: 1 if accurate, otherwise `format_reward` if in format, otherwise 0; `extracted`, the marked answer.
+        `lenient_accuracy`: also 1 if the last number of the completion equals the reference;
+        `reward`: 1 if accurate, else `format_reward` if `format` is 1, else 0; `extracted`, the marked answer.
 
     Raises:
         ValueError: if the prompt has no reference.

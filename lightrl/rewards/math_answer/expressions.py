@@ -3,9 +3,9 @@ r"""Decides whether two mathematical texts are equal, by their values or, if tho
     r"\dfrac{1}{2} x"  ─ tokens ─►  \frac 1 2 x  ─ _Reader ─►  its values where x is 2.71…, 0.58…, -1.32…, 3.40…
 
 Spellings of one symbol (`\leq`, `\le`) are one token. A text that the reader cannot read to its end, such as
-`\triangle ABC` or `f'(x)`, equals only the same tokens. Expressions are equal if their values agree at four random
-points. Adjacent capital letters do not commute. Nothing is simplified or solved, and the sizes of texts and numbers
-are bounded, so that no comparison takes long.
+`\triangle ABC` or `f'(x)`, equals only texts with the same tokens. Expressions are equal if their values agree at
+four random points. Adjacent capital letters do not commute. Nothing is simplified or solved, and the sizes of texts
+and numbers are bounded, so that no comparison takes long.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SPELLINGS = {
     }.items()
     for spelling in spellings.split()
 } | {"\\ ": ""}  # fmt: skip
-_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # of a line or an angle
+_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # line or angle ends
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 _RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in")
 _SEPARATORS = (",", r"\or", r"\and")
@@ -116,7 +116,7 @@ def _are_same_named(given: Tokens, expected: Tokens) -> bool:
 
 
 def _is_same(given: Tokens, expected: Tokens) -> bool:
-    """Returns whether the tokens or values are the same; `given` must not leave more calculations undone."""
+    """Returns whether tokens or values are equal; `given` must not leave more calculations undone than `expected`."""
     if _letters(given) == _letters(expected):
         return True
     reading, expected_reading = _read(given), _read(expected)
@@ -240,7 +240,7 @@ class _Reader:
 
     def __init__(self, items: Tokens) -> None:
         self._tokens, self._at, self._depth, self._bars = (*items, ""), 0, 0, False
-        self._sign, self._num_signs = 1, 0  # the sign that `\pm` stands for, and how many were read
+        self._sign, self._num_signs = 1, 0  # the sign that `\pm` stands for, and the number of `\pm` read
         self._degree: Any = 1  # the degree sign is only a unit, except in sin, cos and tan
         self.num_calculations = 0  # sums and products of plain numbers
 

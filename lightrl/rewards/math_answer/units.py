@@ -45,7 +45,7 @@ def unit_of(text: str, *, letters: bool = True) -> Unit | None:
     """
     text = text.strip(" .")
     powers: Counter[str] = Counter()
-    latest: dict[str, int] = {}  # the last unit read, to which a `**` belongs
+    latest: dict[str, int] = {}  # the last unit read, to which a `**` applies
     at = num_words = 0
     sign = factor = group = 1  # -1 after `/`; 2 or 3 after `square` or `cubic`; the sign before `(`
     is_known = True

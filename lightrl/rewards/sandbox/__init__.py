@@ -2,9 +2,9 @@
 
 Reading order:
     local.py  Sandbox, the protocol; LocalSandbox, which asks a guard to run a program; Limits and Run
-    guard/    the guard: a process that runs one program after another and leaves nothing of them behind
+    guard/    the guard: a process that runs one program after another and cleans up after each
 
-May import: what rewards/ may. guard/ imports only the standard library.
+May import: the same as rewards/. guard/ imports only the standard library.
 """
 
 from lightrl.rewards.sandbox.guard.guard import remove_folder

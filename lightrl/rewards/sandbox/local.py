@@ -1,4 +1,4 @@
-"""LocalSandbox: runs an untrusted Python program with limits, and leaves nothing of it behind.
+"""LocalSandbox: runs an untrusted Python program with limits, and cleans up after it.
 
 Each layer of protection is used if the system supports it. `Run.layers` and `Run.missing` say which layers were in
 force in each run; missing layers are also logged when they change.
@@ -7,18 +7,18 @@ force in each run; missing layers are also logged when they change.
                    user who may create user namespaces
     disk, proc     parts of namespaces: a private, bounded memory disk; a /proc that shows only the program's processes.
                    Containers may refuse either
-    private_user   Linux as root: a separate user id that owns nothing and may write nowhere; separate process count
-    landlock       Linux 5.13: reads only Python and the system's libraries, writes only the program's folder
+    private_user   Linux as root: a separate user id that owns nothing and cannot write anywhere; separate process count
+    landlock       Linux 5.13: a program can read only Python and the system's libraries, and write only its folder
     seccomp        Linux on x86-64 and ARM64: no sockets, no access to other processes, no uncounted memory
-    cgroup         a writable memory cgroup, v1 or v2: bounds the memory of all processes together
+    cgroup         a writable memory cgroup, v1 or v2: bounds the total memory of all processes
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
 A program is refused if no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of these. Without `namespaces`, files are
-bounded individually but not in total, and a program may survive if the guard gets SIGKILL at the same moment. Without
+bounded individually but not in total, and a program may survive if the guard is killed by SIGKILL. Without
 `cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole bound; shared memory
 without a file is refused; the sum omits other kernel memory, such as pipe and socketpair buffers (13 MiB per process
-with 64 open files). No layer stops attacks on the kernel; a Sandbox that uses a virtual machine can.
+with 64 open files). No layer stops attacks on the kernel; a Sandbox that uses a virtual machine can stop them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Limits:
     max_processes: int = 16  # including threads
     max_open_files: int = 64
     max_files: int = 1000
-    file_mib: int = 16  # per file, or for all files together if there are namespaces
+    file_mib: int = 16  # per file; with namespaces, for all files together
     output_kib: int = 256  # standard output and error together
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ class LocalSandbox:
     """Runs programs on this machine, one after another, under a guard that lives as long as this process.
 
     Args:
-        python: the interpreter of the programs.
+        python: the interpreter that runs the programs.
         readable: additional files and folders that programs may read, for example those of a data set.
         environment: environment variables for the programs, which inherit none from this process.
         layers: the protections to use if the system supports them.
@@ -154,7 +154,7 @@ class LocalSandbox:
         if problem is not None:
             raise RewardError(
                 f"The sandbox cannot run programs on this system: {problem} (layers: {reply['layers']}). "
-                f"{what_to_allow()} docs/security.md explains the layers; or use another Sandbox."
+                f"{what_to_allow()} docs/security.md explains the layers. You can also use another Sandbox."
             )
         layers = frozenset(reply["layers"])
         run = Run(**{**reply, "layers": layers, "missing": self._missing(layers)})
@@ -245,7 +245,7 @@ def guard_prefix() -> str:
 def what_to_allow(settings_folder: Path = Path("/proc/sys"), *, missing: Collection[str] = ()) -> str:
     """Returns advice on how to enable all layers, or the missing ones, on this system."""
     if set(missing) == {"cgroup"}:
-        return "Start the run in a memory cgroup that it may write to: systemd-run --user --scope makes one."
+        return "Start the run in a memory cgroup that it may write to: `systemd-run --user --scope` creates one."
     if sys.platform != "linux":
         return "Only Linux has these layers."
     settings = {

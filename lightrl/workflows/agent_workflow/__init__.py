@@ -10,7 +10,7 @@ Reading order:
     protocol.py           requests and answers; chat_protocol.py, messages_protocol.py and responses_protocol.py
                           implement the routes of OpenAI and Anthropic
 
-May import: what workflows/ may.
+May import: the same as workflows/.
 """
 
 from lightrl.workflows.agent_workflow.command import (

@@ -1,4 +1,4 @@
-"""OpenAI's chat-completions protocol, as far as a policy in training can serve it.
+"""The parts of OpenAI's chat-completions protocol that a policy in training can serve.
 
 Source: https://platform.openai.com/docs/api-reference/chat; `reasoning_content` follows SGLang and vLLM.
 """

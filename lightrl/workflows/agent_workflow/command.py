@@ -1,4 +1,4 @@
-"""AgentCommand: runs a program as an agent, in a folder that is kept until the reward has read it.
+"""AgentCommand: runs a program as an agent, in a folder that is kept until the reward is computed.
 
 The sandbox's guard (lightrl/rewards/sandbox/guard) creates the folder. It contains `home`, `tmp`, `task.txt` and
 `work`, a copy of the template, in which the program runs. The guard kills the program and all its children when the
@@ -52,11 +52,11 @@ _GRACE_S = 10.0  # time for a guard to kill its processes and remove its folder
 _ENVIRONMENT = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{api_key}", "HOME": "{home}", "TMPDIR": "{tmp}"}
 _ENVIRONMENT |= {"ANTHROPIC_BASE_URL": "{root_url}", "ANTHROPIC_API_KEY": "{api_key}", "NO_PROXY": "127.0.0.1"}
 _READABLE = (*SYSTEM_PATHS, "/sys")  # the guard adds parts of /etc
-# No limit of its own on CPU time, which the deadline bounds.
+# CPU time needs no separate limit, because the deadline bounds it.
 _LIMITS = asdict(Limits(max_open_files=4096, output_kib=64)) | {"cpu_s": 1 << 30}
 _UNBOUNDED = 1 << 30
 _TOO_MUCH = ("/", "/dev", "/etc", "/proc", "/run", "/tmp", "/var/tmp")
-# Runs a prompt's request for the guard elsewhere; returns a reply like the guard's.
+# Runs the guard's request elsewhere, for example in a container; returns a reply in the guard's format.
 StartProgram = Callable[[dict[str, Any], Prompt], Awaitable[dict[str, Any]]]
 OF_PROGRAM = ("memory_mib", "disk_mib", "processes")  # limits that have no effect on a function
 _INTERPRETERS = ("python3", "python", "node")  # on PATH, these may be links into other folders
@@ -70,7 +70,7 @@ _ARGUMENT_LIMITS = (
 
 @functools.cache
 def root_of(process: int) -> str:
-    """Makes the parent of this process's agent folders, removed at exit; removes parents that dead processes left."""
+    """Makes the parent of this process's agent folders, removed at exit; removes parents left by dead processes."""
     root = tempfile.mkdtemp(prefix=own_prefix(_PREFIX))
     Path(root).chmod(0o711)  # a program that runs as another user must reach its folder
     atexit.register(remove_folder, root)
@@ -79,19 +79,19 @@ def root_of(process: int) -> str:
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """Limits of one agent; None is no limit.
+    """Limits for one agent; None means no limit.
 
     A program that exceeds memory_mib or disk_mib is killed, and its trajectory is dropped. A request that exceeds
     requests, turns, rows or total_tokens is refused (`limit_exceeded`), like a request that exceeds `max_tokens`.
 
     Args:
-        memory_mib: memory of all processes of a program together.
-        disk_mib: size of each file, and of all files together (checked about once a second).
+        memory_mib: total memory of a program's processes.
+        disk_mib: size of each file, and total size of all files (checked about once a second).
         processes: processes and threads of a program; it cannot start more.
         requests: the policy's answers, plus requests to frozen models.
         turns: answers in one conversation.
         rows: conversations that are trained on; each branch counts.
-        total_tokens: tokens of all the agent's rows, which form one microbatch; an answer is cut at this limit.
+        total_tokens: tokens in all of the agent's rows, which form one microbatch; an answer is cut at this limit.
     """
 
     memory_mib: int | None = None
@@ -116,7 +116,7 @@ class AgentResult:
     """An agent's reward, together with its folder and output.
 
     Args:
-        rewards: more rewards, by response id; `<id>/<index>` for a choice after the first of `n`.
+        rewards: additional rewards by response id. For `n` choices, the id of each after the first is `<id>/<index>`.
     """
 
     reward: float | None = None
@@ -180,12 +180,12 @@ class AgentCommand:
                 log.warning(text, what_to_allow())
         output = self.without_secrets(reply["stdout"], reply.get("secrets"))
         if removed := [name for name in reply.get("removed", ()) if name.startswith("work/")]:
-            text = "Removed %s from the agent's folder that led out of it or were not regular files: %s."
+            text = "Removed %s from the agent's folder because only regular files and links within it are kept: %s."
             log.warning(text, count_text(len(removed), "entry"), ", ".join(removed[:3]))
         result = AgentResult(workspace=workspace if Path(workspace).is_dir() else None, output=output)
         if reply["exit_code"] != 0:
             text = f"{self.command[0]} {self._how_it_failed(reply, request)}. It printed {output[-300:]!r}."
-            raise AgentFailed(text, result) if is_kept else RolloutError(text)  # else the guard's keeper was killed
+            raise AgentFailed(text, result) if is_kept else RolloutError(text)  # if not, the keeper was killed
         return result
 
     def _how_it_failed(self, reply: dict[str, Any], request: dict[str, Any]) -> str:
@@ -206,10 +206,10 @@ class AgentCommand:
         return how
 
     def without_secrets(self, text: str, others: Mapping[str, str] | None = None) -> str:
-        """Replaces secrets by the `{env:NAME}` that they come from, and others by their names; output is logged."""
+        """Replaces this process's variables with `{env:NAME}`, and `others` with their names; output is logged."""
         names = {name for value in self.environment.values() for name in _SECRET.findall(value)}
         own = {os.environ[name]: f"{{env:{name}}}" for name in names if os.environ.get(name)}
-        return hide_secrets(text, {**(others or {}), **own})  # at once: the first pass shortens output that was cut
+        return hide_secrets(text, {**(others or {}), **own})  # only one pass, since a pass shortens output that was cut
 
     def request_of(self, workspace: str, prompt: Prompt, base_url: str, api_key: str) -> dict[str, Any]:
         """Returns the request that the guard reads as one line of JSON."""
@@ -253,7 +253,7 @@ class AgentCommand:
 
 
 def hide_secrets(output: str, names: Mapping[str, str]) -> str:
-    """Replaces secrets by their names in a program's output."""
+    """Replaces the secrets in a program's output with their names."""
     matches_nothing = "(?!)"
     pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or matches_nothing)
     if len(output.encode(errors="replace")) >= _LIMITS["output_kib"] << 10:
@@ -269,7 +269,7 @@ def _filled(text: str, values: Mapping[str, object]) -> str:  # leaves other bra
 
 
 def row_folder(setting: str, path: str | None, values: Mapping[str, object]) -> str | None:
-    """Fills a path's `{name}`s with a row's columns; raises OSError unless it is a folder in the path's fixed part."""
+    """Fills a path's `{name}`s with a row's columns; raises OSError unless it is a folder below the fixed part."""
     folder = path and _filled(path, values)
     expansion = f"{setting}={path!r} expands to {folder!r}"
     if folder is not None and not Path(folder).is_dir():
@@ -281,7 +281,7 @@ def row_folder(setting: str, path: str | None, values: Mapping[str, object]) -> 
 
 
 def timeout_of(prompt: Prompt, timeout_s: float) -> float:
-    """Returns the row's deadline, or the workflow's by default; raises RolloutError if the row's is invalid."""
+    """Returns the row's deadline, by default `timeout_s`; raises RolloutError if the row's deadline is invalid."""
     value = prompt.fields.get("agent_timeout_s", timeout_s)
     if (number := finite_number(value)) is None or number <= 0:
         text = f"The column agent_timeout_s of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
@@ -302,7 +302,7 @@ def _files_that_run(program: str, search_path: str) -> list[str]:
             waiting.append(os.path.normpath(Path(file).parent.resolve() / Path(file).readlink()))
         else:
             waiting += _interpreters(file, search_path)
-        settings = Path(file).parent.parent / "pyvenv.cfg"  # names the Python, if a virtual environment has no links
+        settings = Path(file).parent.parent / "pyvenv.cfg"  # names the Python of a virtual environment without links
         if settings.is_file() and (home := re.search(r"^home *= *(.+)$", settings.read_text(errors="replace"), re.M)):
             waiting.append(f"{home[1].strip()}/python3")
     return files
@@ -367,7 +367,7 @@ def check_command(
         if not os.path.exists(real) or real in _TOO_MUCH:  # noqa: PTH110
             raise ValueError(f"readable must name existing files or folders, not system folders, got {path!r}.")
         if f"{Path.home().resolve()}/".startswith(f"{real}/"):
-            raise ValueError(f"readable has {path!r}, which exposes your home. Name only the folders that agents need.")
+            raise ValueError(f"readable has {path!r}, which exposes your home folder. Name only what agents need.")
     if isinstance(network, str):
         check_choice(("none", "allow", "a list of hosts"), network=network)
     for host in () if isinstance(network, str) else network:
@@ -378,7 +378,7 @@ def check_command(
 
 
 def delete_workspace(workspace: str | None) -> None:
-    """Deletes an agent's folder, in a thread because it may be large; ignores others, which a recording may name."""
+    """Deletes an agent's folder in a thread, as it may be large; ignores other folders, which a recording may name."""
     if workspace is None:
         return
     folder = Path(workspace).parent

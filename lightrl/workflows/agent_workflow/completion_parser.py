@@ -112,12 +112,12 @@ def _renderer(tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
         raise ValueError(f"renderer={name!r} needs the package renderers. Run `pip install renderers`.") from error
     try:
         renderer = renderers.create_renderer(tokenizer, renderers.config_from_name(name))
-    except Exception as error:  # the error's type depends on what the tokenizer lacks
+    except Exception as error:  # the type of the error varies with the tokenizer
         raise ValueError(f"renderer={name!r} does not fit the tokenizer: {error}") from error
     if isinstance(renderer, renderers.DefaultRenderer):
         raise ValueError(
-            f"renderer={name!r} does not know the tokenizer {tokenizer.name_or_path!r}. Set renderer to the name of "
-            "its model's format, such as qwen3."
+            f"renderer={name!r} has no format for the tokenizer {tokenizer.name_or_path!r}. Set renderer to the name "
+            "of its model's format, such as qwen3."
         )
     return renderer
 

@@ -1,7 +1,7 @@
-"""Converts the constraint that a request puts on the policy's answer to a structural tag for the engine's grammar.
+"""Converts a request's constraint on the policy's answer to a structural tag, the engine's format for grammars.
 
 Source: XGrammar's structural tags, https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html, which SGLang and vLLM
-read. The tokens that the grammar allows are the support of each sampled token, so training stays exact.
+read. The support of each sampled token is the set of tokens that the grammar allows, so training stays exact.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
 
     Args:
         opening: the beginning of the thinking, if it is part of the prompt.
-        may_think: whether the policy may begin to think by itself.
+        may_think: whether the policy may start thinking without such an opening.
         is_hermes: whether calls use the Hermes format; no other format can be constrained.
 
     Raises:
@@ -45,7 +45,7 @@ def grammar_of(request: AgentRequest, opening: str, *, may_think: bool, is_herme
         text = f"The policy's thinking begins with {opening.strip()!r}, and no constraint can follow that."
         raise RequestRefused(f"{text} {way_out(request)}")
     if request.schema is not None and names and not is_hermes:
-        text = "With tools, a response format needs the Hermes tool-call format; it would forbid calls in any other."
+        text = "With tools, a response format needs the Hermes tool-call format; it forbids calls in other formats."
         raise RequestRefused(f"{text} {way_out(request)}")
     answers: list[JsonObject] = []
     if request.schema is not None and request.forced_tool is None:

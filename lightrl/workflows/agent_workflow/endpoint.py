@@ -51,7 +51,7 @@ _PROTOCOLS: dict[str, type[Exchange]] = {
 }
 _EVALUATION: dict[str, type[Exchange]] = {"chat/completions": SampledChatExchange, "completions": CompletionsExchange}
 MAX_BODY_BYTES = 100 * 10**6
-WAITING_S = 15.0  # between keep-alive events while a stream has no answer yet
+WAITING_S = 15.0  # between keep-alive events, while a stream waits for its answer
 _SHUTDOWN_TIMEOUT_S = 1.0
 _KEEPALIVE_TIMEOUT_S = 3600.0  # longer than any client's, so that no client reuses a connection that is closing
 _BODY_S = 60.0
@@ -67,7 +67,7 @@ class OpenAIEndpoint:
 
     Args:
         max_sessions: how many sessions may be open at the same time; further sessions wait.
-        host: an address of this machine, on which the server listens and which agents call.
+        host: an address of this machine, on which the server listens for agents.
         frozen: other models that agents may use, by name.
         port: 0 for any free port.
         key: the API key of every session; by default, each session has a random key.
@@ -109,7 +109,7 @@ class OpenAIEndpoint:
             await asyncio.shield(self._port)
         except OSError as error:
             text = f"The endpoint could not open port {self.port or 'any'} on {self.host}: {error}."
-            raise RolloutError(f"{text} The host must be an address of this machine, and the port free.") from error
+            raise RolloutError(f"{text} The host must be an address of this machine, with a free port.") from error
 
     async def close(self) -> None:
         """Closes the port, connections and sessions. Safe to call twice."""
@@ -177,7 +177,7 @@ class OpenAIEndpoint:
                     code="invalid_api_key",
                 )
             self._listener.note_key(request)
-            if request.method == "HEAD":  # some programs ask first whether the server is there
+            if request.method == "HEAD":  # some programs first check that the server responds
                 self._session(name)
                 return web.Response()
             return await handler(request)
@@ -305,7 +305,7 @@ def is_every_address(host: str) -> bool:
 
 
 def _warn_of_proxy(host: str) -> None:
-    """Warns if clients would use the environment's proxy, for which 127.0.0.1 is the proxy's own machine."""
+    """Warns if clients would use the environment's proxy, which would look for 127.0.0.1 on its own machine."""
     proxies = urllib.request.getproxies()
     proxy = proxies.get("http") or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(host):

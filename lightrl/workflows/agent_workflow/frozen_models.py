@@ -26,7 +26,7 @@ class FrozenModel:
 
     Args:
         url: base URL of the server's API, including `/v1`.
-        model: the server's name for the model; None sends the agent's name.
+        model: the server's name for the model; None sends the name that the agent used.
         api_key_variable: the environment variable with the server's key, which agents do not see; None sends no key.
     """
 
@@ -43,7 +43,7 @@ class FrozenModel:
 
 async def forward(request: web.Request, body: bytes, path: str, model: FrozenModel) -> web.StreamResponse:
     """Forwards a request to a frozen model and streams the answer; raises RequestRefused if it is unreachable."""
-    fields = json.loads(body)  # encoded again, since a server may read a repeated key differently
+    fields = json.loads(body)  # encoded again, since the server might read a repeated key differently than we do
     body = json.dumps({**fields, "model": model.model or fields["model"]}).encode()
     headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
     if key := os.environ.get(model.api_key_variable or ""):

@@ -1,4 +1,4 @@
-"""Anthropic's Messages protocol, which Claude Code speaks, as far as a policy in training can serve it.
+"""The parts of Anthropic's Messages protocol, which Claude Code uses, that a policy in training can serve.
 
 Source: https://docs.anthropic.com/en/api/messages. Tools that the model's provider would run (a `type` other than
 `custom`) are left out. A tool with `defer_loading` is shown only where a tool result refers to it, as in the API.

@@ -3,7 +3,7 @@
     POST <base_url>/chat/completions   rendered and parsed like an agent's request, each in a new AgentSession
     POST <base_url>/completions        continues text or token ids; `echo` with `logprobs` adds the prompt's logprobs
 
-Unlike an agent, the client may set temperature, top_p and seed. The `Sampling` provides what a request leaves out.
+Unlike an agent, the client may set temperature, top_p and seed. `sampling` contains the defaults of all settings.
 Source: https://platform.openai.com/docs/api-reference/completions.
 """
 
@@ -152,9 +152,9 @@ class PolicyAccess:
 
     Args:
         engine: an engine that has been started and has weights. It may be called from any event loop.
-        renderer: renders messages for the policy's tokenizer; knows the end-of-turn ids.
+        renderer: renders messages for the policy's tokenizer; has the end-of-turn ids.
         sampling: defaults for the settings that requests leave out; includes the policy's stop tokens.
-        max_tokens: the context: maximum length of prompt and completion together.
+        max_tokens: the model's context, which prompt and completion share.
     """
 
     engine: RolloutEngine
@@ -166,7 +166,7 @@ class PolicyAccess:
     def __post_init__(self) -> None:
         self.items: dict[str, JsonObject] = {}
         self.parser = completion_parser(self.renderer.tokenizer, None, None)
-        self._numbers = itertools.count()  # a number for each completion, for its seed
+        self._numbers = itertools.count()  # numbers the completions, to derive their seeds
         self._scoring = asyncio.Lock()
 
     async def prepare(self, request: AgentRequest) -> EncodedRequest | EncodedPrompts:

@@ -90,7 +90,7 @@ class AgentRequest:
 
 @dataclass(frozen=True)
 class RequestPattern:
-    """Describes requests of an agent. A request matches if it contains a match of each pattern that is set.
+    """Describes requests of an agent. A request matches if it contains a match for each pattern that is set.
 
     Args:
         model: a regular expression for the model's name in the request, which may be an alias.
@@ -123,7 +123,7 @@ class RequestRules:
     """The workflow's settings for requests.
 
     Args:
-        models: the names under which agents may ask for the policy.
+        models: the names by which agents may request the policy.
         ignore: fields to ignore, from `IGNORABLE`.
         untrained: requests whose answers are not trained on.
         keeps_unsent_thinking: whether a conversation continues with thinking that the agent did not send back.
@@ -458,5 +458,5 @@ def unsealed(text: object) -> str:
 
 
 def full_name(namespace: object, name: object) -> str:
-    """Returns the name under which the policy sees a tool."""
+    """Returns the tool name that the policy sees."""
     return f"{namespace}.{name}" if namespace else str(name)

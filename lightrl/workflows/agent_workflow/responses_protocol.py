@@ -1,4 +1,4 @@
-"""OpenAI's Responses protocol, which Codex speaks, as far as a policy in training can serve it.
+"""The parts of OpenAI's Responses protocol, which Codex uses, that a policy in training can serve.
 
 Source: https://platform.openai.com/docs/api-reference/responses. Nothing is stored: each request contains all items.
 Tools that the model's provider would run, such as `web_search`, are left out; tools of a namespace are called

@@ -11,7 +11,7 @@ has rewritten history, started another conversation, or sent the same request tw
 All rows are trained on, as one trajectory that contains the tokens of a shared prefix only once (`Trajectory.rows`).
 Every answer is a new sample: a request that is sent twice gets two completions.
 
-A stop text ends an answer at the token that completes it. Tokens up to there are trained on; later ones are discarded.
+An answer ends at the token that completes a stop text. Tokens up to that one are trained on; later ones are discarded.
 
 A malformed call never reaches the agent: the policy reads what is wrong and tries again, in turns that the agent does
 not see. After three such turns in a row, the agent gets the text unchanged.
@@ -65,7 +65,7 @@ from lightrl.workflows.multi_turn import Conversation, TurnRenderer
 from lightrl.workflows.workflow import Generate
 
 _MAX_CORRECTIONS = 3
-_LONG_CHARS = 1 << 15  # in a request's messages; a tokenizer needs about 30 ms for this many
+_LONG_CHARS = 1 << 15  # in a request's messages; encoding this many takes about 30 ms
 _MAX_IMAGES, _MAX_PIXELS = 64, 100 * 10**6  # in a request's new messages
 _T = TypeVar("_T")
 _Ids = np.ndarray[Any, np.dtype[Any]]
@@ -79,8 +79,8 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    thinking: list[str]  # one text per message of the policy; the answer's is the last
-    answer_id: str  # the request's id; for choices after the first, followed by their index
+    thinking: list[str]  # one text per message of the policy; the last belongs to the answer
+    answer_id: str  # the request's id; choices after the first append their index
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
     num_row_tokens: int  # all tokens; 0 if untrained, or if a longer trained conversation continues this one
@@ -101,7 +101,7 @@ class EncodedRequest:
 
     @property
     def row(self) -> _Snapshot | None:
-        """The latest trained answer that the request continues, if that answer ends its row; None to add a row."""
+        """The latest trained answer that the request continues, if that answer ends its row; None if it adds a row."""
         last = self.parent
         while last is not None and not last.is_trained:
             last = last.parent
@@ -127,7 +127,7 @@ class AgentSession:
         self._snapshots: list[_Snapshot] = []
         # Maps an answer's text and call ids to its key, because an agent may add default arguments to a call.
         self._keys: dict[tuple[object, ...], MessageKey] = {}
-        # The same for answers followed by the stop text that ended them, which some agents send back.
+        # A similar map for answers together with the stop text that ended them, which some agents send back.
         self._stopped_keys: dict[tuple[object, ...], list[MessageKey]] = {}
         self._pending: dict[asyncio.Task[Completion], EncodedRequest] = {}
         self._num_forwarded = 0
@@ -169,7 +169,7 @@ class AgentSession:
             return EncodedRequest(request, conversation, keys, len(token_ids), parent, grammar)
 
     async def answer(self, encoded: EncodedRequest) -> Answer:
-        """Waits for the engine and returns the policy's first answer, with the others as its `siblings`.
+        """Waits for the engine and returns the policy's first answer, with the other answers as its `siblings`.
 
         On cancellation, the engine drops the completions.
 
@@ -215,7 +215,7 @@ class AgentSession:
 
         Args:
             reward: placed on the last token; None without `rewards` leaves `Trajectory.rewards` unset.
-            rewards: more rewards, by an answer's id, each placed on the answer's last token.
+            rewards: additional rewards by answer id, each placed on the answer's last token.
             is_truncated: whether a limit ended the agent, rather than only refusing a request.
 
         Raises:
@@ -334,7 +334,7 @@ class AgentSession:
         if is_trained and (row := encoded.row) is not None:  # this conversation replaces the row
             self._num_tokens -= row.num_row_tokens
             row.num_row_tokens = 0
-        if parent is not None:  # share what the parent already stores
+        if parent is not None:  # share the tokens that the parent already stores
             conversation.compact(parent.conversation)
             keys, tools = [*parent.keys, *keys[len(parent.keys) :]], parent.tools
         snapshot = _Snapshot(
@@ -372,7 +372,7 @@ class AgentSession:
         return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
-        """Refuses a request beyond one of the agent's limits; requests that wait for the engine count too."""
+        """Refuses a request that exceeds one of the agent's limits; requests waiting for the engine count too."""
         self._check_limit("requests", self._num_requests, "answers")
         num_turns = [role for role, _, _ in encoded.keys].count("assistant")
         self._check_limit("turns", num_turns, "answers in one conversation")
@@ -382,7 +382,7 @@ class AgentSession:
         self._check_limit("total_tokens", num_tokens, "tokens in all its rows")
         pending = [each for each in self._pending.values() if self.rules.trains(each.request)]
         rows = [one for one in self._snapshots if one.num_row_tokens]
-        # The first request that continues a row extends it; each further one adds a row.
+        # The first request that continues a row extends it; each later one adds a row.
         num_rows, num_then = (
             len(rows) + len(asked) - len({each.row for each in asked} - {None})
             for asked in (pending, [*pending, encoded])
@@ -391,7 +391,7 @@ class AgentSession:
         if num_then > 1 and any(map(_has_images, conversations)):
             raise RequestRefused(
                 "The trainer supports images only if all answers are in one row. Send requests one at a time, without "
-                "`n`, in the conversation that has the images, or exclude others with the setting `untrained`.",
+                "`n`, in the conversation that has the images, or exclude other requests with `untrained`.",
                 code="images_in_rows",
             )
         if num_then > num_rows:
@@ -436,7 +436,7 @@ class AgentSession:
         return self.renderer.take_images(messages)
 
     async def _encoded(self, request: AgentRequest, encode: Callable[..., _T], *args: object) -> _T:
-        """Returns the result of `encode`; long messages and images run in a thread, so that other sessions go on."""
+        """Returns the result of `encode`; long messages and images run in a thread, so that other sessions continue."""
         contents = [message["content"] for message in request.messages]
         has_images = any(isinstance(content, list) for content in contents)
         if not has_images and sum(len(content_text(content)) for content in contents) < _LONG_CHARS:
@@ -503,7 +503,7 @@ class AgentSession:
             raise RequestRefused(f"{error}{hint}") from error
         if not completion.token_ids:
             raise RolloutError(f"The policy generated no tokens for prompt {self.prompt.id!r}.")
-        left = self._num_tokens_left(encoded, conversation)  # other answers may have arrived meanwhile
+        left = self._num_tokens_left(encoded, conversation)  # other answers may have arrived in the meantime
         if left < 1:
             used = self._num_other_tokens(encoded) + len(token_ids)
             raise self._limit_exceeded("total_tokens", used, "tokens in all its rows")

@@ -59,7 +59,7 @@ class AgentWorkflow(Workflow):
     replaces it. None leaves `Trajectory.rewards` unset.
 
     The trajectory is dropped and counted if the function raises, hangs, sends no request or returns something that is
-    not a number or None, or if the program fails. `Trajectory.workspace` is a program's folder, kept for the reward.
+    not a number or None, or if the program fails. A program's folder, `Trajectory.workspace`, is kept for the reward.
 
     Args:
         tokenizer: the policy's tokenizer.
@@ -69,22 +69,22 @@ class AgentWorkflow(Workflow):
         command: a program and its arguments, instead of `agent`; docs/train-an-agent.md describes its environment. At
             the deadline the program and its children are killed. If the kernel allows it, they reach only the endpoint.
         workspace_template: a folder; each program runs in a copy of it.
-        environment: more environment variables for the program, which inherits only PATH from this process.
+        environment: additional environment variables for the program, which inherits only PATH from this process.
             `{env:NAME}` inserts a variable of this process, for secrets.
-        readable: more files and folders that the program may read.
+        readable: additional files and folders that the program may read.
         network: `none`, `allow` (this machine's network), or hosts that the program may reach through an HTTP proxy.
-        limits: limits of one agent.
-        agent_timeout_s: deadline of one call or run of the agent; a row's column of this name overrides it.
+        limits: limits for each agent.
+        agent_timeout_s: deadline for one run of the agent; a column of this name overrides it for its row.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
-        max_tokens: maximum number of tokens in a conversation; the model's context by default, and never more. A longer
+        max_tokens: maximum number of tokens in a conversation; by default and at most the model's context. A longer
             request is refused (`context_length_exceeded`), and the trajectory is truncated.
-        models: more model names that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each stands
-            for `policy` or for a `FrozenModel`, whose answers are not trained on.
+        models: additional model names that agents use, such as `{claude-haiku-4-5: policy, judge: {url: ...}}`: each is
+            an alias for `policy` or names a `FrozenModel`, whose answers are not trained on.
         untrained: patterns of requests whose answers are not trained on: `[{system: "Write a title"}, {tools: ^$}]`.
         ignore: request fields to ignore: `tool_choice`, if it forces a call, and `response_format` (the JSON schemas of
-            all protocols). Otherwise they constrain the policy, or are refused if the engine has no grammar.
+            all protocols). Otherwise they constrain the policy, or are refused if the engine cannot use a grammar.
         unsent_thinking: `keep` continues a conversation with the thinking that the agent does not send back; `drop`
-            starts a new branch without it, as the policy will read it after training, at the cost of more rows.
+            starts a new branch without it, which is what the policy will read after training, but adds rows.
         endpoint_host: an address of this machine that agents can reach. Use one other than 127.0.0.1 for agents in
             containers or on other machines; requests are not encrypted.
         truncated_reward: the reward if the agent fails after a request beyond `max_tokens` or `limits` was refused.

@@ -63,7 +63,7 @@ class TurnRenderer(ChatTemplate):
         raise ValueError(f"{rewriting_error} {KEEP_HISTORY}")
 
     def _rewriting_error(self, role: str, arguments: JsonMapping) -> str | None:
-        """Returns how the template rewrites history with these arguments, or None if it does not."""
+        """Returns a message if the template rewrites history with these arguments, otherwise None."""
 
         def failed(error: BaseException) -> ValueError:
             return ValueError(
@@ -198,7 +198,7 @@ class Conversation:
         """Stores only what this conversation adds to `before`, from which it was copied.
 
         The snapshots of a long conversation thus store each token only once. `__getattr__` joins the parts when an
-        attribute is read. Earlier tokens then have the columns of `before`, as after `add_branch`.
+        attribute is read. Earlier tokens have the columns of `before`, as they do after `add_branch`.
         """
         num, total = before.turns[-1].end, self.turns[-1].end
         added: dict[str, Any] = {
@@ -255,7 +255,7 @@ class Conversation:
         return self._opening + self.renderer.text_of(turn_ids)
 
     def encode_observation(self, messages: Sequence[JsonObject]) -> Observed:
-        """Returns what these messages would add after the last completion.
+        """Encodes messages that would follow the last completion, but does not add them.
 
         If the completion was cut off, the tokens start with the end-of-turn token that the policy did not generate.
 
@@ -299,7 +299,7 @@ class Conversation:
         self.messages, self.text, self.images = observed.messages, observed.text, (*self.images, *observed.images)
 
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
-        """Appends another conversation's tokens from `start` on; they continue token `last` of this one (-1: no token).
+        """Appends `other`'s tokens from `start` on; the first follows token `last` of this conversation (-1: no token).
 
         After this call, only `trajectory` may be called.
         """

@@ -117,7 +117,7 @@ class CheckedStep:
 
 
 def checked_metrics(value: object, name: str) -> dict[str, float]:
-    """Checks what `metrics` returned; raises RolloutError unless it is a dict with finite numbers as values."""
+    """Checks the return value of `metrics`; raises RolloutError unless it is a dict whose values are finite numbers."""
     numbers = {str(key): finite_number(item) for key, item in value.items()} if isinstance(value, Mapping) else None
     metrics = {key: item for key, item in (numbers or {}).items() if item is not None}
     if metrics != numbers or len(metrics) > 1000:
@@ -170,7 +170,7 @@ class _Literal(str):
 
 
 class RetryWithFeedback(Environment):
-    """Answers that the completion is wrong and lets the policy try again, until the reward is high enough.
+    """Tells the policy that its completion is wrong and lets it try again, until the reward is high enough.
 
     Each turn earns its improvement over the best reward so far. Without a discount, a trajectory's rewards
     sum to its best reward, so failing at first never pays off.

@@ -48,8 +48,8 @@ class MultiTurn(Workflow):
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new environment for each trajectory.
         max_turns: maximum number of policy turns in one trajectory.
-        max_tokens: maximum number of tokens in the trajectory; the model's context by default, and never more.
-        discount: a reward is multiplied by this factor once for each earlier turn.
+        max_tokens: maximum number of tokens in the trajectory; the default and upper limit is the model's context.
+        discount: each reward is multiplied by this factor once for every earlier turn.
         truncated_reward: the reward of a completion that was cut off; the environment does not see that completion.
         time_limit_s: time limit of one trajectory. When it expires, an unfinished completion is discarded, and a
             trajectory without a finished turn is dropped.
@@ -188,7 +188,7 @@ async def answer_or_replay(
             answer, state = json.loads(json.dumps([self_contained(returned), environment.state_dict()]))
         except (TypeError, ValueError) as error:
             raise RolloutError(
-                f"{name} returned {returned!r:.200}, but that or the environment's state is not JSON ({error}). "
+                f"{name} returned {returned!r:.200}, but this value or the environment's state is not JSON ({error}). "
                 "An environment with state_dict must return only values that JSON can store."
             ) from error
         turn_log.answers.append((method, answer, state))

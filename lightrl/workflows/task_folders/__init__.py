@@ -9,7 +9,7 @@ Reading order:
     local.py       this machine's sandbox, for environments that consist of files
     containers.py  docker and podman
 
-May import: what workflows/ may. To add a runtime: subclass Runtime, and name its class in the setting.
+May import: the same as workflows/. To add a runtime: subclass Runtime, and name its class in the setting.
 """
 
 from lightrl.workflows.task_folders.folder import TaskFolder

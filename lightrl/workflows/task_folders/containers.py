@@ -1,4 +1,4 @@
-"""Docker and Podman: tasks in containers, through the command-line programs.
+"""Docker and Podman: run tasks in containers, using the command-line programs.
 
 A run starts an idle container, copies files in, executes the program, kills the container, copies files out, and
 removes it. A helper process, which outlives this one, starts the container and removes it when this process closes a
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 
 _LABEL = "lightrl-owner"
 _UNBOUNDED_MIB = 1 << 30
-_MANY_PROCESSES = 1 << 15  # this user's limit in all containers, Podman's maximum; each container has its own
+_MANY_PROCESSES = 1 << 15  # per user in all containers, Podman's maximum; --pids-limit bounds each container
 _CALL_S = 120.0
-_MAX_COPIED_MIB = 1024  # the most that an agent may leave if limits.disk_mib is not set
+_MAX_COPIED_MIB = 1024  # maximum size of an agent's files if limits.disk_mib is not set
 _MAX_DEPTH = 100  # checking a path takes time in proportion to its depth, so deeper files are not copied
 # Starts and later removes a container. Ignores SIGPIPE, so that it continues after its reader has died.
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
@@ -57,12 +57,12 @@ class Docker(Runtime):
 
     def missing(self) -> str | None:
         if shutil.which(self.program) is None:
-            return f"there is no program {self.program}. Install it, or choose another runtime."
+            return f"{self.program} is not installed. Install it, or choose another runtime."
         if shutil.which("timeout") is None:
-            return "there is no program timeout. Install GNU coreutils."
+            return "the program `timeout` is not installed. Install GNU coreutils."
         done = self._call("info")
         if done.returncode:
-            return f"`{self.program} info` fails: {_end_of(done.stderr)}. Start its service, or choose another runtime."
+            return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
         self._remove_left_behind()
         return None
 
@@ -73,7 +73,7 @@ class Docker(Runtime):
                 words = ["pull", name] if task.image else ["build", "-t", name, str(task.folder / "environment")]
                 done = self._call(*words, timeout_s=task.timeout_s("environment"))
                 if done.returncode:
-                    raise ValueError(f"{self.program} {words[0]} of {name} fails: {_end_of(done.stderr)}")
+                    raise ValueError(f"{self.program} {words[0]} of {name} failed: {_end_of(done.stderr)}")
             self._built[task.digest] = name
         return self._built[task.digest]
 
@@ -170,7 +170,7 @@ class Docker(Runtime):
                 process.kill()
             await process.wait()
         if process.returncode:
-            raise OSError(f"`{self.program} {words[0]}` fails: {_end_of(errors.decode(errors='replace'))}")
+            raise OSError(f"`{self.program} {words[0]}` failed: {_end_of(errors.decode(errors='replace'))}")
         return out.decode(errors="replace")
 
     async def _copy_in(self, name: str, machine: Machine, request: Json) -> None:
@@ -261,7 +261,7 @@ class Podman(Docker):
 
 
 def _mounted(request: Json) -> list[str]:
-    """Returns the paths of this machine that the container shows read-only: the agent's program and `readable`."""
+    """Returns this machine's paths to mount read-only in the container: the agent's program and `readable`."""
     needed = request["own_readable"] if _is_of_image(request["command"][0]) else request["needed"]
     paths = {os.path.realpath(path) for path in needed} | set(needed)
     return sorted(path for path in paths if not _is_of_image(path))
@@ -309,7 +309,7 @@ def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
         with contextlib.suppress(tarfile.FilterError, tarfile.StreamError, KeyError):
             entry = tarfile.data_filter(entry, str(target))
             linked = target / entry.linkname
-            if not entry.islnk() or (linked.is_file() and not linked.is_symlink()):  # else tarfile extracts unfiltered
+            if not entry.islnk() or (linked.is_file() and not linked.is_symlink()):  # else tarfile skips the filter
                 tar.extract(entry, target)
 
     with tarfile.open(fileobj=stream, mode="r|") as tar:

@@ -5,7 +5,7 @@
         task.toml                timeouts, environment variables, limits
         environment/Dockerfile   the machine; or `docker_image` in task.toml
         tests/test.sh            writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
-        solution/solve.sh        read only by scripts/task_folders/solve.py
+        solution/solve.sh        used only by scripts/task_folders/solve.py
 
 Source: https://www.harborframework.com/docs/tasks, version 1.2. The package `harbor` is not used: it needs Python 3.12
 and 27 packages, among them servers and clients of other services; this module reads three files.
@@ -92,7 +92,7 @@ class TaskFolder:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Identifies the environment's contents."""
+        """A hash of the environment's contents."""
         total = hashlib.sha256(repr((self.image, self.workdir)).encode())
         for path in sorted((self.folder / "environment").rglob("*")):
             total.update(f"{path.relative_to(self.folder)} {path.lstat().st_mode}\n".encode(errors="surrogateescape"))
@@ -105,7 +105,7 @@ class TaskFolder:
 
     @property
     def problem(self) -> str | None:
-        """Why no runtime can run this task, or None."""
+        """The reason why no runtime can run this task, or None."""
         environment = self._section("environment")
         has = {
             "tests/test.sh is missing": not (self.folder / "tests" / "test.sh").is_file(),
@@ -122,7 +122,7 @@ class TaskFolder:
         return next((text for text, value in has.items() if value), None)
 
     def timeout_s(self, section: Literal["agent", "verifier", "environment"]) -> float:
-        """Returns the deadline of an agent, of the tests, or of a build; by default 600 s."""
+        """Returns the deadline of an agent, of the tests, or of a build; the default is 600 s."""
         name = "build_timeout_sec" if section == "environment" else "timeout_sec"
         value = self._value(section, name, (int, float))
         if (number := finite_number(600.0 if value is None else value)) is None or number <= 0:
@@ -130,7 +130,7 @@ class TaskFolder:
         return number
 
     def environment(self, section: Literal["environment", "verifier"]) -> dict[str, str]:
-        """Returns a section's environment variables; `${NAME}` and `${NAME:-default}` refer to this process's."""
+        """Returns a section's environment variables; `${NAME}` and `${NAME:-default}` are read from this process."""
 
         def fill(match: re.Match[str]) -> str:
             value = os.environ.get(match[1], match[2])
@@ -142,7 +142,7 @@ class TaskFolder:
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Values, of 6 characters or more, of this process's variables that the task uses, each with its `${NAME}`."""
+        """Maps values (6 characters or more) of this process's variables that the task uses to their `${NAME}`."""
         texts = [str(text) for part in ("environment", "verifier") for text in self._section(part, "env").values()]
         names = {match[1] for text in texts for match in _VARIABLE.finditer(text)}
         return {os.environ[name]: f"${{{name}}}" for name in names if len(os.environ.get(name, "")) >= 6}

@@ -1,4 +1,4 @@
-"""LocalRuntime: tasks in this machine's sandbox, for environments that consist of files.
+"""LocalRuntime: runs tasks in this machine's sandbox, if their environments consist of files.
 
 The Dockerfile's image is not used: programs see this machine's files, plus the environment's folders at /. COPY, ADD of
 files, ENV and WORKDIR work as in Docker; RUN is executed as an agent would be, without a network, so it can only change
@@ -33,7 +33,7 @@ from lightrl.workflows.task_folders.runtime import (
 
 _UNUSED = ["LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "MAINTAINER", "USER", "STOPSIGNAL", "HEALTHCHECK", "SHELL", "VOLUME"]
 _CONTEXT = ".build-context"
-_PACKAGES = "/var/lib/dpkg"  # the list of what is installed
+_PACKAGES = "/var/lib/dpkg"  # the list of installed packages
 _OF_BUILD = ("tmp", "var")  # a build may write to these folders, but the environment does not keep them
 # Precedes each script. `apt-get install` succeeds for packages that this machine's dpkg lists.
 _FUNCTIONS = """set -e
@@ -82,7 +82,7 @@ class LocalRuntime(Runtime):
             return "its working directory is below /tmp or /var"
         for top in (*_tops(task), "logs", "tests", "solution"):
             if Path("/", top).exists() or Path("/", top).is_symlink():
-                return f"its environment has /{top}, which this machine has too"
+                return f"its environment has /{top}, which also exists on this machine"
         return None
 
     def build(self, task: TaskFolder) -> str:
@@ -130,7 +130,7 @@ def _replace_below(target: Path, image: Path, left: Path, workdir: str) -> None:
     inside = target.parent / workdir
     remove_folder(str(inside))
     try:
-        shutil.copytree(left / workdir, inside, symlinks=True)  # makes the parents too
+        shutil.copytree(left / workdir, inside, symlinks=True)  # also makes the parents
     except RecursionError as error:
         remove_folder(str(target))
         raise OSError(f"{workdir} is nested too deeply to be copied") from error

@@ -34,7 +34,7 @@ def rows(
 
     Args:
         split: has no effect, because a folder is one split.
-        folder: contains a folder for each task.
+        folder: the folder that contains the task folders.
         runtime: where agents and tests run: `local`, `docker`, `podman` or the dotted path of a Runtime.
         bad_tasks: what to do with tasks that cannot run there: raise an `error`, or `drop` and count them.
 
@@ -57,7 +57,7 @@ def rows(
     for task in tasks:
         if task not in problems:
             values = {"question": task.instruction, "task_folder": str(task.folder), "runtime": runtime}
-            has_timeout = "timeout_sec" in task.config.get("agent", {})  # otherwise the workflow's applies
+            has_timeout = "timeout_sec" in task.config.get("agent", {})  # otherwise the workflow's deadline applies
             yield values | ({"agent_timeout_s": task.timeout_s("agent")} if has_timeout else {})
 
 
@@ -86,11 +86,11 @@ def _build(tasks: list[TaskFolder], build: Callable[[TaskFolder], str]) -> dict[
 
     cache_folder().mkdir(parents=True, exist_ok=True)
     with (cache_folder() / "lock").open("w") as lock, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the first of several ranks builds; the others find what it built
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the first rank builds the environments; the others wait and reuse them
         for number, (digest, problem) in enumerate(zip(first, pool.map(built, first.values()), strict=True), start=1):
             if problem is not None:
                 failed[digest] = problem
             if time.monotonic() > reported_s + _PROGRESS_S:
                 reported_s = time.monotonic()
-                log.info("Environments of tasks: %d of %d are ready.", number, len(first))
+                log.info("Prepared %d of %d task environments.", number, len(first))
     return {task: failed[task.digest] for task in tasks if task.digest in failed}

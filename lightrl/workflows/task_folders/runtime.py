@@ -1,4 +1,4 @@
-"""Runtime: where an agent and its tests run. One interface to this machine, containers, and third-party sandboxes."""
+"""Runtime: where agents and tests run; the common interface of this machine, containers and third-party sandboxes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a program finds: a task's environment, and folders copied into it.
+    """The machine that a program runs on: a task's environment, with folders copied into it.
 
     For tests, `left` is the agent's `work` folder on this machine; its version of the working directory replaces the
-    environment's. Before that, the runtime must call `clean` with the paths that the environment has there.
+    environment's. First, the runtime must call `clean` with the paths in the environment's working directory.
     """
 
     task: TaskFolder
@@ -39,7 +39,7 @@ class Machine:
 
 
 class Runtime(ABC):
-    """Runs programs in tasks' environments; one object for each process, without arguments.
+    """Runs programs in tasks' environments; each process creates one object, without arguments.
 
     Each run starts from the unchanged environment, and leaves nothing behind: a program's processes are killed when it
     exits, at its deadline, on cancellation, and if this process is killed.
@@ -67,7 +67,7 @@ class Runtime(ABC):
         Args:
             machine: where it runs. Afterwards, `<folder>/work` must have `machine.returned`, without links out of it.
             request: `command` (program and arguments), `environment` (variables), `stdin` (text), `folder` (a new path
-                on this machine, which the program must also find, with `home`, `tmp` and `files`), `files` (name →
+                on this machine; the program must find it too, with `home`, `tmp` and `files`), `files` (name →
                 text), `readable` and `needed` (paths on this machine that it may read), `port` (of the policy's
                 endpoint on 127.0.0.1; NO_ENDPOINT for none), `network`, and `limits` (`wall_s`, `memory_mib`, ...).
 
@@ -76,7 +76,7 @@ class Runtime(ABC):
             and `layers` (["container"] if the program cannot reach this machine).
 
         Raises:
-            OSError: if it cannot be started.
+            OSError: if the program cannot be started.
         """
 
 
@@ -98,7 +98,7 @@ def cache_folder() -> Path:
 
 @functools.cache
 def runtime_of(name: str) -> Runtime:
-    """Returns the runtime of this name or dotted path; raises ValueError if there is none."""
+    """Returns the runtime with this name or dotted path; raises ValueError if there is none."""
     if name not in NAMES and "." not in name:
         raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
     kind = function_of(NAMES.get(name, name), "runtime")

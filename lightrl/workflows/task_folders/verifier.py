@@ -39,7 +39,7 @@ _MAX_BYTES = 1 << 24  # maximum size of a reward file or a report
 _MAX_METRICS = 100
 _NO_URL = f"http://127.0.0.1:{NO_ENDPOINT}/v1"
 _OF_TESTS = {"PYTHONDONTWRITEBYTECODE": "1"}
-# Files that change how tests run, without being tested: settings and plugins.
+# Files that change how tests run but are not themselves tested: settings and plugins.
 _OF_RUNNERS = {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"}
 _OF_RUNNERS |= {"pyproject.toml", "sitecustomize.py", "usercustomize.py"}
 _KINDS_OF_RUNNERS = (".pth", ".dist-info", ".egg-info", ".egg-link")
@@ -52,16 +52,16 @@ _IS_TEST = re.compile(r"test_.*\.py|.*_test\.py")
 
 @dataclass
 class Verifier:
-    """Runs a row's tests: those of its column `task_folder`, or the command `verify`. TaskWorkflow documents the rules.
+    """Runs a row's tests: those in its `task_folder`, or the command `verify`. TaskWorkflow documents the rules.
 
-    The agent's processes have ended. The tests get a copy of its files, but not its environment variables or home.
+    The agent's processes have ended. Tests get a copy of the agent's files, but not its variables or home folder.
 
     Args:
         verify: the command for rows without a task folder.
-        template: the setting `workspace_template`, which has the original files.
-        hidden: files to copy over the agent's.
+        template: the setting `workspace_template`, the folder with the original files.
+        hidden: files to copy over the agent's files.
         timeout_s: deadline of `verify`.
-        readable, network, limits: for the tests, the same as for the agent.
+        readable, network, limits: the agent's settings, which also apply to the tests.
         max_tests: how many tests may run at once; waiting does not count toward their deadlines.
     """
 
@@ -81,7 +81,7 @@ class Verifier:
         self._verify = self.command(self.verify or ["true"], self._start_verify)
 
     def command(self, words: Sequence[str], start: StartProgram) -> AgentCommand:
-        """Returns a program that calls no policy, with this verifier's settings."""
+        """Returns a program that does not call the policy, with this verifier's settings."""
         settings = (None, _OF_TESTS, self.readable, self.network, self.limits, self.timeout_s, str)
         return AgentCommand(words, *settings, start=start)
 
@@ -98,12 +98,12 @@ class Verifier:
         return await run_under_guard(request)
 
     async def reward(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
-        """Returns the reward and the metrics of an agent's work in a folder, and may change the folder.
+        """Returns the reward and the metrics for an agent's work in a folder; may change the folder.
 
-        Raises RolloutError if the tests cannot be started, or the agent replaced its folder by a link.
+        Raises RolloutError if the tests cannot be started, or the agent replaced its folder with a link.
         """
         if Path(workspace).is_symlink() or not Path(workspace).is_dir():
-            raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder by a link or a file.")
+            raise RolloutError(f"Prompt {prompt.id!r}: the agent replaced its folder with a link or a file.")
         if self._loop is not asyncio.get_running_loop():
             self._loop, self._slots = asyncio.get_running_loop(), asyncio.Semaphore(self.max_tests)
         async with self._slots:
@@ -163,7 +163,7 @@ class Verifier:
     async def _reward_of_tests(self, prompt: Prompt, workspace: str) -> tuple[float, dict[str, float]]:
         task = task_of(prompt.fields["task_folder"])
         folder = Path(workspace).resolve() / task.workdir.strip("/")
-        if not folder.is_dir() or folder.resolve() != folder:  # the agent removed it, or replaced it by a link
+        if not folder.is_dir() or folder.resolve() != folder:  # the agent removed it, or replaced it with a link
             return 0.0, {"tests_without_reward": 1.0}
         result, problem = await self._finish(self._tests, prompt, workspace, task.timeout_s("verifier"))
         if result.workspace is None:
@@ -172,7 +172,7 @@ class Verifier:
             reward, metrics = reward_in(Path(result.workspace, "logs", "verifier"))
             return reward, {**metrics, "tests_without_reward": 0.0}
         except (OSError, ValueError, RecursionError) as error:
-            text = "The tests of %s gave no reward, so it is 0: %s. %s"
+            text = "The tests of %s wrote no valid reward, so the reward is 0: %s. %s"
             log.warning(text, task.folder, error, problem or f"They printed {result.output[-300:]!r}.")
             return 0.0, {"tests_without_reward": 1.0}
         finally:
@@ -214,7 +214,7 @@ def _within_timeout(request: Json, prompt: Prompt) -> Json:
 def _within_limits(reply: Json) -> Json:
     """Returns a reply; raises AgentFailed if a limit ended the tests, which then give no reward."""
     if reply["stopped_by"] is not None:
-        raise AgentFailed(f"The tests were stopped by their limit of {reply['stopped_by']}.")
+        raise AgentFailed(f"The tests were stopped by their {reply['stopped_by']} limit.")
     return reply
 
 
@@ -228,7 +228,7 @@ def reward_in(folder: Path) -> tuple[float, dict[str, float]]:
 
     Raises:
         OSError: if neither file exists.
-        ValueError: if both exist, or one has something other than finite numbers.
+        ValueError: if both exist, or one contains anything but finite numbers.
     """
     if (folder / "reward.json").exists():
         if (folder / "reward.txt").exists():  # the agent's code, which the tests ran, may have written one
@@ -248,12 +248,12 @@ def _number(value: object, file: str) -> float:
         value = float(value) if isinstance(value, str) and file == "reward.txt" else value
     number = finite_number(float(value) if isinstance(value, bool) else value)
     if number is None:
-        raise ValueError(f"{file} has a value that is not a finite number")  # a quote may be part of a secret
+        raise ValueError(f"{file} has a value that is not a finite number")  # quoting the value could reveal a secret
     return number
 
 
 def _read_small(path: Path) -> bytes:
-    """Reads a file that an untrusted program may have made; follows no link."""
+    """Reads a file that an untrusted program may have made; does not follow links."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(descriptor, "rb") as file:  # noqa: PTH123
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -265,7 +265,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def passed_in(report: bytes) -> tuple[int, int]:
-    """Returns how many tests of a JUnit report passed, and how many there are, without those that were skipped."""
+    """Returns how many tests in a JUnit report passed, and how many ran; skipped tests do not count."""
     if b"<!DOCTYPE" in report:
         raise ValueError("a report must not declare entities")
     cases = [case for case in ElementTree.fromstring(report).iter("testcase") if case.find("skipped") is None]
@@ -282,10 +282,10 @@ def restore_runners(folder: Path, template: Path | None) -> None:
 
 
 def remove_misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> None:
-    """Removes an untrusted folder's new files that change how tests run, without being tested.
+    """Removes new files from an untrusted folder if they change how tests run but are not themselves tested.
 
-    These are settings and plugins of a test runner, and modules next to tests, or where tests start, that Python would
-    import instead of a library. Compiled modules are removed too, since they can differ from their source.
+    These are settings and plugins of a test runner, and modules that Python would import instead of a library, because
+    they are next to tests or where tests start. Compiled modules are removed too: they can differ from the source.
 
     Args:
         folder: where tests start.
@@ -330,7 +330,7 @@ def overlay(source: Path, target: Path) -> None:
 
 
 def _cleared(folder: Path, relative: Path) -> Path:
-    """Makes the parents of a path in an untrusted folder, removes what is at the path, and returns the path."""
+    """Makes the parents of a path in an untrusted folder, removes anything at the path, and returns the path."""
     for part in reversed(relative.parents[:-1]):
         if (folder / part).is_symlink() or not (folder / part).is_dir():
             _remove(folder / part)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AgentSettings(TypedDict, total=False):
-    """The arguments of AgentWorkflow, except `agent` and `command`, as type checkers and the parser see them."""
+    """The arguments of AgentWorkflow, except `agent` and `command`, for type checkers and the parser."""
 
     workspace_template: str | None
     environment: Mapping[str, str] | None
@@ -51,7 +51,7 @@ class TaskWorkflow(AgentWorkflow):
     numbers in reward.json are metrics. If there is no reward, it is 0, and the metric `tests_without_reward` is 1.
 
     For other rows, the agent works in a copy of `workspace_template`. Then the files of `hidden` are copied over its
-    work, and `verify` runs in a copy of that; the reward is 1 if the command exits with 0. With pytest, a test must
+    work, and `verify` runs in a copy of the result. The reward is 1 if it exits with 0. With pytest, a test must
     also have passed, and the metric `tests_passed_fraction` is the fraction of tests that passed.
 
     Use it with `reward: lightrl.rewards.environment_reward`. If a limit ends the agent, it gets `truncated_reward`, and
@@ -60,10 +60,10 @@ class TaskWorkflow(AgentWorkflow):
     Args:
         tokenizer: the policy's tokenizer.
         command: the agent's program and its arguments, as in AgentWorkflow. In a container, a program in /usr, /bin and
-            the like comes from the image; any other is mounted.
+            the like comes from the image; any other program is mounted.
         verify: a test command for rows without a task folder; `{name}` is a column.
-        hidden: with `verify`, a folder that is copied over the agent's after the agent has ended; `{name}` is a column.
-        verify_timeout_s: with `verify`, the deadline of the test; task folders have their own.
+        hidden: with `verify`, a folder to copy over the agent's work when the agent has ended; `{name}` is a column.
+        verify_timeout_s: with `verify`, the deadline of the test command; task folders set their own deadlines.
         kwargs: arguments of AgentWorkflow, except `agent`. Tests have the agent's limits and network; up to
             `max_agents` run at once, in addition to the agents.
     """
@@ -114,7 +114,7 @@ class TaskWorkflow(AgentWorkflow):
         if trajectory.rewards is None and trajectory.workspace is not None:
             try:
                 reward, metrics = await self.verifier.reward(prompt, trajectory.workspace)
-            except BaseException:  # including cancellation: nobody else can delete the folder
+            except BaseException:  # including cancellation: nothing else deletes the folder
                 self.clean_up(trajectory)
                 raise
             trajectory.rewards = [0.0] * (len(trajectory.token_ids) - 1) + [reward]

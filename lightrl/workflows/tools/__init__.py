@@ -1,10 +1,10 @@
-"""Tools: an environment with tools that the policy calls, which are Python functions or run on a server.
+"""Tools: an environment with tools that the policy calls; a tool is a Python function or runs on a server.
 
 Reading order:
     environment.py  ToolEnvironment, the parser of calls, and the tools calculator and python
     mcp.py          MCPServer: the tools of an MCP server
 
-May import: what workflows/ may. To add a kind of server, subclass ToolServer.
+May import: the same as workflows/. To add a kind of server, subclass ToolServer.
 """
 
 from lightrl.workflows.tools.environment import (

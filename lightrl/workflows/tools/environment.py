@@ -69,7 +69,7 @@ ToolParser = Callable[[str], list[ToolCall]]
 
 
 def without_thinking(completion: str) -> str:
-    """Replaces thinking with spaces: thinking at the start of the completion, and later thinking that contains calls.
+    """Replaces thinking at the start of the completion, and later thinking that contains calls, with spaces.
 
     Any other text in thinking tags is a quotation and is kept.
     """
@@ -265,8 +265,8 @@ class ToolEnvironment(Environment):
     Args:
         tools: sync or async functions, their dotted paths, or servers with tools, such as MCPServer. To return images,
             a tool returns parts: `[{"type": "text", "text": "here:"}, {"type": "image", "image": path or data: URL}]`.
-        environment: a class, or a function without arguments, that makes an environment. This environment answers
-            completions without calls, which then need not be the last turn.
+        environment: a class, or a function without arguments, that makes an environment to answer completions
+            without calls. Such a completion then need not be the last turn.
         parser: finds the calls in a completion; a function or its dotted path.
         max_calls: maximum number of calls per completion; further calls are answered with an error.
         max_result_chars: longer results are cut.
@@ -468,7 +468,7 @@ def _power(base: int | float, exponent: int | float) -> complex:
 
 
 def _bounded(value: Any) -> int | float:
-    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # also true for NaN
+    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is refused too
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
 

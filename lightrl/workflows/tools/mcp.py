@@ -20,7 +20,7 @@ class MCPServer(ToolServer):
     """A program that speaks MCP on its standard input and output, or an MCP server that uses streamable HTTP.
 
     Each trajectory has a session: a process that runs the program, or a connection. The first call opens the session.
-    If that takes longer than `tool_timeout_s`, the next call continues to wait.
+    If opening it takes longer than `tool_timeout_s`, the next call continues to wait.
 
     Args:
         command: the program and its arguments; leave it out if `url` is set.

@@ -403,9 +403,9 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
         ({"readable": ["/no/such"]}, "readable must name existing files or folders, .* got '/no/such'"),
         ({"readable": ["/"]}, "readable must name existing files .* got '/'"),
         ({"readable": ["/usr/../tmp"]}, "readable must name existing files .* got '/usr/../tmp'"),
-        ({"readable": ["~"]}, "readable has '~', which exposes your home. Name only the folders"),
-        ({"readable": ["~/../me/."]}, "which exposes your home"),
-        ({"readable": ["~/.."]}, "which exposes your home"),
+        ({"readable": ["~"]}, "readable has '~', which exposes your home folder. Name only"),
+        ({"readable": ["~/../me/."]}, "which exposes your home folder"),
+        ({"readable": ["~/.."]}, "which exposes your home folder"),
         ({"network": "some"}, "network must be none, allow or a list of hosts, got 'some'"),
         (
             {"network": ["https://pypi.org"]},

@@ -323,7 +323,7 @@ def test_a_row_without_a_task_or_a_folder_drops_its_trajectory(repository: Path,
         with pytest.raises(RolloutError, match="hidden="):
             play({"name": name}, "true", verifier)
     (tmp_path / "work").symlink_to(repository)  # in place of the agent's folder
-    with pytest.raises(RolloutError, match="replaced its folder by a link"):
+    with pytest.raises(RolloutError, match="replaced its folder with a link"):
         asyncio.run(verifier.reward(Prompt("a", messages=[], fields={"name": "sums"}), str(tmp_path / "work")))
     assert (repository / "repos" / "sums" / "conftest.py").exists()
 
@@ -413,7 +413,7 @@ def test_a_working_directory_that_only_task_toml_names_is_made(tmp_path: Path) -
     [
         pytest.param(WITHOUT, "", "podmann", "one of local, docker, podman or", id="no such runtime"),
         pytest.param(WITHOUT, "", "os.getpid", "must be a subclass", id="a function"),
-        pytest.param(WITHOUT, "", "docker", r"^2 tasks in .*'docker': there is no program docker", id="missing"),
+        pytest.param(WITHOUT, "", "docker", r"^2 tasks in .*'docker': docker is not installed", id="missing"),
         pytest.param(WITHOUT, "[[steps]]\n", "local", "1 of 2 tasks .*several", id="steps"),
         pytest.param(f"{WITHOUT}COPY x /etc/y", "", "local", "has /etc", id="a folder of this machine"),
         pytest.param(f"{WITHOUT}RUN echo so; false", "", "local", "RUN echo so; false failed", id="a step fails"),

@@ -1,4 +1,4 @@
-"""The guard of LocalSandbox: a process that runs one program after another and leaves nothing of them behind.
+"""The guard of LocalSandbox: a process that runs one program after another and cleans up after each.
 
 It uses only the standard library, so it starts without lightrl's dependencies. It reads a JSON request per line from
 stdin, and writes a reply per line to stdout. When stdin closes (its client has ended), it kills the program and exits.
@@ -16,5 +16,5 @@ Reading order:
     layers.py   how a program drops privileges: namespaces, user, files, system calls, resources
     view.py     the machine as an agent sees it: its own /etc and /tmp
     network.py  what an agent can reach from its network namespace: its endpoint, and a proxy to allowed hosts
-    memory.py   the memory of all of a program's processes together, and the size of its files
+    memory.py   limits on the total memory of a program's processes, and on the size of its files
 """

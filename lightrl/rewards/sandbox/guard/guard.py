@@ -202,7 +202,7 @@ def _file_with(data: bytes) -> int:
 def _remove_foreign(folder: str, own: tuple[str, ...] = ()) -> list[str]:
     """Removes symbolic and hard links that lead out of the folder, and pipes, sockets and devices; returns their names.
 
-    The latter could block a reader. Everything that ran in the folder has ended.
+    Pipes, sockets and devices could block a reader. Call this only after all processes in the folder have ended.
 
     Args:
         own: prefixes of absolute paths that led into the folder while its program ran.
@@ -234,7 +234,7 @@ def _remove_foreign(folder: str, own: tuple[str, ...] = ()) -> list[str]:
 
 
 def remove_folder(folder: str) -> None:
-    """Removes a folder with all its contents, including folders that the program locked."""
+    """Removes a folder with all its contents, including folders that the program made inaccessible."""
     with contextlib.suppress(OSError, RecursionError):  # folders may be nested very deeply
         for path, names, _ in os.walk(folder):
             for name in names:

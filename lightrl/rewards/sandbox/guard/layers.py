@@ -1,4 +1,4 @@
-"""The layers of protection, made of Linux system calls: each permanently removes privileges of this process."""
+"""The layers of protection: Linux system calls with which this process permanently gives up privileges."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
         bounds[resource.RLIMIT_DATA] = (memory_bytes, memory_bytes)
         bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # plus shared libraries and reserved ranges
     if sys.platform == "linux":
-        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user, with timers
+        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user; timers count too
     for what, (soft, hard) in bounds.items():
         _, allowed = resource.getrlimit(what)
         if allowed != resource.RLIM_INFINITY:
@@ -123,7 +123,7 @@ def kind_of_namespaces(has_private_user: bool) -> str | None:
     A child process tries them, since a partial failure cannot be undone: Ubuntu 24.04 lets anyone make a user namespace
     and then refuses everything in it.
     """
-    # In a user namespace of root, a program would own root's files. In plain ones, the user's other processes count.
+    # In root's user namespace, a program would own root's files. In plain namespaces, the user's other processes count.
     for kind in ("plain",) if has_private_user else ("plain", "user") if is_root() else ("user",):
         child = os.fork()
         if child == 0:
@@ -225,7 +225,7 @@ def _is_mapped(uid: int) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Returns whether every user may reach and read this file or folder, and the one that it links to."""
+    """Returns whether every user may reach and read this file or folder, and the target if it is a link."""
     folders = {*Path(path).absolute().parents, *Path(path).resolve().parents}
     needed = 0o005 if Path(path).is_dir() else 0o004
     is_readable = not Path(path).exists() or Path(path).stat().st_mode & needed == needed
@@ -286,7 +286,7 @@ def _prctl(*arguments: int) -> None:
 
 
 def landlock_version() -> int:
-    """Returns Landlock's version, less than 1 if the kernel has none."""
+    """Returns Landlock's version, less than 1 if the kernel does not have Landlock."""
     return int(_libc.syscall(444, None, ctypes.c_size_t(0), 1)) if sys.platform == "linux" else 0
 
 
@@ -318,7 +318,7 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
     if port is not None:
         terminal = _READ_AND_WRITE_FILE | (all_files & 1 << 15)
         rules += [(path, terminal) for path in ("/dev/tty", "/dev/ptmx", "/dev/pts")]
-        _libc.syscall(445, ruleset, 2, struct.pack("=QQ", CONNECT_TCP, port), 0)  # fails where TCP is not bounded
+        _libc.syscall(445, ruleset, 2, struct.pack("=QQ", CONNECT_TCP, port), 0)  # fails if TCP is not restricted
     for path, rights in rules:  # paths that this user cannot reach stay inaccessible
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -336,7 +336,7 @@ def restrict_files(writable: list[str], readable: list[str], no_tcp: int, port: 
 def refuse_calls(counts_shared_memory: bool) -> bool:
     """Installs a seccomp filter that refuses (EPERM) `_REFUSED_CALLS` and a clone with a user namespace.
 
-    Without a cgroup, it also refuses to map shared memory without a file: it persists, uncounted, when unmapped.
+    Without a cgroup, the filter also refuses shared memory without a file, which persists, uncounted, when unmapped.
     """
     if platform.machine() not in _REFUSED_CALLS:
         return False
@@ -352,14 +352,14 @@ def refuse_calls(counts_shared_memory: bool) -> bool:
 
 
 def refuse_file_handles() -> bool:
-    """Installs a filter that refuses open_by_handle_at: with the right to read all files, it may bypass Landlock."""
+    """Refuses open_by_handle_at with a filter: a process that may read all files could bypass Landlock with it."""
     if platform.machine() not in _REFUSED_CALLS:
         return False
     return _install_filter((_OPEN_BY_HANDLE_AT[platform.machine()],), [])
 
 
 def _install_filter(calls: tuple[int, ...], code: list[tuple[int, int, int, int]]) -> bool:
-    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to all others."""
+    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to the rest."""
     architecture = _REFUSED_CALLS[platform.machine()][0]
     head = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     head += [(_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE)]  # x32 calls on x86-64

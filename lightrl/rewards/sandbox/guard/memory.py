@@ -18,7 +18,7 @@ _DISK_S = 1.0
 
 
 def parent_of_groups(process: str = "/proc/self") -> Path | None:
-    """Returns the nearest cgroup folder, v1 or v2, in which this process may make groups that bound memory."""
+    """Returns the nearest cgroup folder, v1 or v2, in which this process may create groups that bound memory."""
     groups = [line.split(":", 2) for line in _text(Path(process, "cgroup")).splitlines()]
     path_of = {controller: path for _, controllers, path in groups for controller in controllers.split(",")}
     for line in _text(Path(process, "mountinfo")).splitlines():
@@ -76,7 +76,7 @@ def remove_group(group: Path) -> None:
 
 
 def overuse(limits: Json, group: Path | None) -> str | None:
-    """Returns the limit that all processes below the keeper exceed together, or None; called every 50 ms.
+    """Returns the limit that the processes below the keeper exceed in total, or None; called every 50 ms.
 
     With a group, Linux enforces the memory limit; without one, a page counts once for each process that shares it.
     """

@@ -1,4 +1,4 @@
-"""What an agent can reach from its network namespace: its endpoint's port and, through a proxy, allowed hosts.
+"""Connects an agent's network namespace to its endpoint's port and, through a proxy, to allowed hosts.
 
 A socket stays in the namespace that created it, so a relay outside can accept the agent's connections. The guard forks
 the relay, and kills it with all other processes.
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from . import layers
 
 _HOST = "127.0.0.1"
-MAX_CONNECTIONS = 200  # per listener; more wait. Two listeners use 800 of the usual 1024 descriptors.
+MAX_CONNECTIONS = 200  # per listener; further connections wait. Two listeners use 800 of the usual 1024 descriptors.
 _PAUSE_S = 0.1
 _MAX_HEAD_BYTES = 1 << 16
 _HEAD_S = 30.0
@@ -94,14 +94,14 @@ class Proxy:
     """An HTTP proxy that connects only to these hosts, and checks only their names and ports.
 
     Args:
-        hosts: each `name`, `name:port`, or `*.name` for all names below it; without a port, 80 and 443.
+        hosts: each is `name`, `name:port`, or `*.name` for all names below it; the default ports are 80 and 443.
     """
 
     def __init__(self, hosts: Iterable[str]) -> None:
         self.allowed = [split_host(host) for host in hosts]
 
     def reach(self, inside: socket.socket) -> socket.socket:
-        """Reads a request, and returns a connection to its host; on refusal answers the request and raises OSError."""
+        """Reads a request, and returns a connection to its host; if refused, answers the request and raises OSError."""
         try:
             inside.settimeout(_HEAD_S)
             head, rest = _read_head(inside)

@@ -37,12 +37,12 @@ class Program:
         if isinstance(request.get("network"), list):
             self.hosts = request["network"]
         self.proxy_port: int | None = None
-        self.root: list[tuple[str, str]] = request.get("root", [])  # folders that are copied, and their names below /
+        self.root: list[tuple[str, str]] = request.get("root", [])  # folders to copy, and their names below /
         self.layers: set[str] = set(request["layers"]) if sys.platform == "linux" else set()
         self.uid = _FIRST_PRIVATE_UID + os.getpid()
         self.readable: list[str] = [*request["readable"], *request.get("needed", [])]
         private = [path for path in (request["command"][0], *request.get("needed", [])) if not layers.is_public(path)]
-        self.needs_read_right = bool(private) and layers.landlock_version() > 0  # else all files could be read
+        self.needs_read_right = bool(private) and layers.landlock_version() > 0  # otherwise all files could be read
         if not layers.may_have_private_user(self.uid, self.needs_read_right):
             self.layers.discard("private_user")
         self.group: Path | None = None  # the cgroup that bounds its memory
@@ -69,7 +69,7 @@ class _LastBlock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> NoReturn:
         try:
-            # shutil.Error lists every file that was not copied; the first says why
+            # shutil.Error lists every file that was not copied; the first entry has the reason
             reason = error.args[0][0][2] if isinstance(error, shutil.Error) and error.args[0] else error
             _write_record(self.records, {"problem": f"{type(error).__name__}: {reason}"})
         finally:  # even if the guard is gone and nothing reads the record
@@ -192,7 +192,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
     os.chdir(program.request.get("cwd") or (folder if program.folder is None else f"{folder}/work"))
-    os.umask(0o077 if program.folder is None else 0o022)  # nobody else enters an agent's folder
+    os.umask(0o077 if program.folder is None else 0o022)  # no other user can enter an agent's folder
     for number in range(1, signal.NSIG):
         with contextlib.suppress(OSError, ValueError):
             signal.signal(number, signal.SIG_DFL)
@@ -241,7 +241,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
     if program.folder is not None:
         environment = {"USER": view.user_name(os.getuid()), "LOGNAME": view.user_name(os.getuid()), **environment}
         if "view" not in remaining:
-            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # /etc/gitconfig may hold keys; git fails if it cannot read it
+            environment["GIT_CONFIG_NOSYSTEM"] = "1"  # /etc/gitconfig may contain keys; git fails on unreadable files
         elif environment["TMPDIR"] == f"{folder}/tmp":
             environment["TMPDIR"] = "/tmp"  # the same folder
         if program.proxy_port is not None:
@@ -253,7 +253,7 @@ def _execute(program: Program, folder: str, streams: tuple[int, int, int], start
 
 
 def why_not_run(path: str) -> str:
-    """Returns why this process cannot execute a file, or "" if the reason lies elsewhere; follows links and `#!`."""
+    """Returns why this process cannot execute a file, or "" if it finds no reason; follows links and `#!`."""
     what = path
     for _ in range(5):  # Linux follows four interpreters
         real = os.path.realpath(path)

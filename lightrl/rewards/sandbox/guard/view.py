@@ -25,7 +25,7 @@ from .layers import (
 )
 
 WRITABLE = ["/tmp", "/var/tmp", "/dev/shm"]
-# What an agent may read of the machine's /etc: nothing that may hold keys or settings of its users.
+# The parts of the machine's /etc that an agent may read: only those without keys or settings of its users.
 _ETC = """alternatives ca-certificates crypto-policies debian_version fonts host.conf ld.so.cache ld.so.conf
     ld.so.conf.d locale.alias localtime magic magic.mime mime.types networks os-release perl pki/ca-trust/extracted
     pki/tls/cert.pem pki/tls/certs pki/tls/openssl.cnf protocols python3 rpc services shells ssl/cert.pem ssl/certs
@@ -36,7 +36,7 @@ _OF_MACHINE = "bash.bashrc group hostname hosts inputrc nsswitch.conf passwd pro
 
 
 def readable_etc(has_view: bool) -> list[str]:
-    """Returns what an agent may read below /etc: all of it in the view, or what every user of the machine may read."""
+    """Returns the paths below /etc that an agent may read: all in the view, otherwise those that all users may read."""
     return ["/etc"] if has_view else [str(path) for path in _present(f"{_ETC} {_OF_MACHINE}")]
 
 
@@ -51,12 +51,12 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
         folder: the agent's own folder, with `home` and `tmp`.
         uid: the agent's user, whose group has the same number.
         readable: other paths that the agent may read.
-        memory_mib: bounds its files in /dev/shm.
-        has_network: whether it resolves names as this machine does.
+        memory_mib: bounds the agent's files in /dev/shm.
+        has_network: whether the agent resolves host names as this machine does.
     """
     if not keep_mounts_private():
         return False
-    os.umask(0o022)  # the agent, another user, reads what is made here; the agent's process sets its own umask
+    os.umask(0o022)  # the agent, another user, must read these files; the agent's process sets its own umask
     tmp = os.open(f"{folder}/tmp", os.O_PATH)
     own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}
     empty = {os.path.realpath(path) for path in ("/run", Path.home()) if Path(path).is_dir()} - {"/"}
@@ -152,7 +152,7 @@ def _mount_etc(uid: int, home: str, has_network: bool) -> bool:
 
 
 def _present(names: str) -> list[Path]:
-    """Returns these paths in /etc, and the settings of Java and Python, as far as every user may read them."""
+    """Returns these paths in /etc, and the settings of Java and Python, if every user may read them."""
     paths = [Path("/etc", name) for name in names.split()]
     paths += sorted([*Path("/etc").glob("java-*"), *Path("/etc").glob("python3.*")])
     return [path for path in paths if path.exists() and is_public(str(path)) and path.stat().st_mode & 0o004]
