@@ -34,7 +34,7 @@ _SHOWN_CHARS = 2000  # the end of a failed command's output
 
 
 class EvaluationFailed(Exception):
-    """The command failed or wrote no results; the message says how."""
+    """The command failed or wrote no results; the message gives the reason."""
 
 
 class EvaluationCommand(RLCallback):
@@ -160,7 +160,7 @@ def _access(trainer: RLTrainer, module: RLModule) -> PolicyAccess:
 def read_results(folder: Path) -> dict[str, float]:
     """Returns the numbers in a folder's JSON files, by `task/metric`.
 
-    lm-eval's metrics are named `acc` or, with a filter, `exact_match_strict-match`; its texts are left out.
+    lm-eval's metrics are named `acc` or, with a filter, `exact_match_strict-match`; its non-numeric values are omitted.
 
     Raises:
         EvaluationFailed: if a file has no results, or there is no file.

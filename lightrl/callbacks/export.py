@@ -170,7 +170,7 @@ class HuggingFaceExport(RLCallback):
     def _gather_tensors(self, trainer: L.Trainer, module: Any, body: str) -> dict[str, Tensor] | None:
         """Returns the whole tensors to write, on the CPU: all parameters with adapters merged, or only the adapters.
 
-        None for a model in one process without adapters. Collective over the model's ranks; only the first gets them.
+        Returns None in one process without adapters. Collective over the model's ranks; only the first gets tensors.
         """
         model: PreTrainedModel = getattr(module, body)
         keeps_base = tuning_of(model).keeps_base

@@ -98,7 +98,7 @@ class Trace(RLCallback):
             self._add_iteration(trainer.global_step, events, now_ns)
         now_s = time.perf_counter()
         self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9  # recording and writing
-        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # or skip iterations
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # False skips iterations
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -155,9 +155,7 @@ class Trace(RLCallback):
     def _stop_writing(self, error: OSError) -> None:
         self._file = None
         problem = write_problem(error, self._folder)
-        log.warning(
-            "The trace cannot be written to %s: %s. The run continues without its files.", self._folder, problem
-        )
+        log.warning("The trace cannot be written to %s: %s. The run continues without a trace.", self._folder, problem)
 
     def _watch_profiler(self, trainer: Any) -> None:
         """Wraps the profiler to record the steps that Lightning and the loop report to it."""
