@@ -43,7 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """Reads a column's chat messages or their JSON text; other text, or a list of content parts, is one message."""
+    """Reads a column's chat messages or their JSON text; other text, or a list of content parts, becomes a message."""
     value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]

@@ -1,4 +1,4 @@
-"""DataSource: a weighted source of rows; MixtureOrder: decides which source's row comes at each position.
+"""DataSource: a weighted source of rows; MixtureOrder: decides which source's row is at each position.
 
     train:                                        # in YAML, for any data module
       - {source: openai/gsm8k, name: main, weight: 3}
@@ -38,7 +38,7 @@ class DataSource:
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, a local dataset folder, a folder of
             tasks, or the dotted path of a function that accepts `split` and `arguments` and returns dicts.
-        weight: this source's share among several; only the ratios matter.
+        weight: this source's share of the rows if there are several sources; only the ratios of weights matter.
         name: configuration of a hub dataset, for example `main`.
         split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
@@ -79,8 +79,8 @@ class DataSource:
             )
 
 
-# The command line parses a mapping as the first type that fits, so DataSource is first; without Path, it would read
-# settings from a file that is named here.
+# The command line parses a mapping as the first type that fits, so DataSource is first. Without Path, it would read a
+# file named here as settings.
 Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 

@@ -168,7 +168,7 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
+        self.prompts: dict[Split, RowPrompts] = {}  # only splits that have been set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
@@ -392,7 +392,7 @@ class PromptDataModule(L.LightningDataModule):
                 limits = self._limits()
                 raise ValueError(
                     f"All {num_rows} rows of {required}={', '.join(names)} were dropped by row_filter or a length limit"
-                    f"{limits and f' ({limits} tokens)'}. Loosen it."
+                    f"{limits and f' ({limits} tokens)'}. Loosen one of them."
                 )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the tokenizer
+ROWS_AT_ONCE = 256  # how many rows are read at once, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
 _ASSUMED_ROWS = 1000  # number of rows that a streamed source is assumed to have
 _MAX_MADE = 4096  # how many prepared prompts are kept
@@ -51,7 +51,7 @@ class LocatedRow(NamedTuple):
 class SourceRows(ABC):
     """The rows of one source, each identified by a key.
 
-    A run reads the source repeatedly, in passes. A row's number counts over all passes.
+    A run reads the source repeatedly, in passes. Row numbers continue from one pass to the next.
     """
 
     source: DataSource
@@ -142,7 +142,7 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 @dataclass
 class BadRows:
-    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 if their number is unknown.
+    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 rows if unknown.
 
     Rows that are read again in later epochs count again, good or bad.
     """
@@ -216,7 +216,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self.at(selected) if isinstance(selected, range) else self.at([selected])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
-        """Returns the prompts of these rows, counted over all sources; raises ValueError for a bad row."""
+        """Returns the prompts of these rows, numbered across all sources; raises ValueError for a bad row."""
         sizes = [part.num_rows or 0 for part in self.parts]
         starts = [0, *itertools.accumulate(sizes)]
 
