@@ -47,7 +47,7 @@ class ImportanceWeights:
         metric: what the bounds apply to: the weight ("ratio"), or the estimate "k1", "k2" or "k3", in nats. An estimate
             requires mode "mask".
         aggregation: bounds whole trajectories by the "mean", "sum" or "max" of the metric over their loss tokens (for
-            "ratio", mean and sum are of log r). None depends on the level: "token" bounds each token, "sequence" the
+            "ratio", mean and sum are of log r). None chooses by level: "token" bounds each token, "sequence" the
             mean, "product" the sum.
         approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) instead of running a
             forward pass for them.
@@ -164,7 +164,7 @@ def interpolated_proximal_logprobs(
     https://arxiv.org/abs/2512.06547.
 
     Args:
-        logprobs: [B, T] of the policy being trained; get no gradient.
+        logprobs: [B, T] of the policy being trained; treated as constants.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         weight_versions: int [B, T], b for each token.
         weight_version: v, the version of the weights at the start of the update.
