@@ -201,7 +201,7 @@ class Distillation(GRPO):
         return [*super().model_calls(), *teachers]
 
     def prompts_of(self, role: str, trajectories: Sequence[Trajectory]) -> list[list[int] | None]:
-        """Returns this teacher's prompt for each trajectory: token ids, SAME, or None if another teacher reads the trajectory.
+        """Returns this teacher's prompt for each trajectory: token ids, SAME, or None if it has another teacher.
 
         Raises:
             ValueError: if a trajectory has no teacher, or does not fit in the teacher's context with its new prompt.

@@ -36,7 +36,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class FamilySettings(SharedSettings, total=False):
-    """GRPO's arguments that all algorithms accept, for type checkers; the classes below list those that only some accept."""
+    """GRPO's arguments that all algorithms accept, for type checkers; the classes below list those that some fix."""
 
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
@@ -81,7 +81,7 @@ class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSet
 
 
 class GRPO(RLModule):
-    """A clipped policy gradient whose baseline is the mean reward of the other completions of the same prompt.
+    """A clipped policy gradient whose baseline is the mean reward of the prompt's completions.
 
     The clip is centered on the behavior policy, as in PPO. With `decoupled` it is centered on the proximal policy, the
     policy at the start of the update, and the loss is weighted by proximal ÷ behavior. These weights correct for stale

@@ -54,7 +54,7 @@ class GiGPO(GRPO):
         kwargs: arguments of GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
     """
 
-    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # from all ranks
+    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # gathered from all ranks
 
     def __init__(
         self,

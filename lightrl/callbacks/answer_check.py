@@ -128,7 +128,7 @@ def copies_nats(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
-    """Whether the minibatch has every token that was sampled for it; selection would bias the likelihood."""
+    """Whether the minibatch has every token that was sampled for it; dropping some would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"

@@ -41,8 +41,8 @@ class DynamicSampling(RLCallback):
         min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
             trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
         max_group_tokens: drop a group if a trajectory has more generated tokens than this; None for no limit.
-        rule: a function of a Group, or its dotted path. True, or a word as the reason, drops the group; None or
-            False keeps it. The function runs on the rollout's event loop, so it must be fast.
+        rule: a function of a Group, or its dotted path. It returns True or a one-word reason to drop the group, and
+            None or False to keep it. It runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
             `train` on the others, `resample` the group with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.

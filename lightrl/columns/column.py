@@ -305,7 +305,7 @@ class Column:
         return arrays if self.is_coded or self.width == 1 else [array.reshape(-1, width) for array in arrays]
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Returns the values for a trajectory that lacks the column while others have it."""
+        """Returns the values for a trajectory that lacks the column, if other trajectories have it."""
         return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:

@@ -107,7 +107,7 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
 def row_messages(
     row: Row, prompt: object, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
-    """Returns a row's prompt as messages: the system prompt, if any, then the user's turn.
+    """Returns a row's prompt as messages: the system prompt (if set), then the user's turn.
 
     Args:
         prompt: text for the template, or chat messages, which are used unchanged.

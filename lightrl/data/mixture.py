@@ -163,7 +163,7 @@ class MixtureOrder:
         return source, int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """Describes what determines the order, apart from the rows."""
+        """Describes the settings that determine the order of the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"

@@ -40,7 +40,7 @@ _MIB = 2**20
 class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json`, which joins them on one clock.
 
-    Open the trace at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At
+    Open the trace at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even during a fit. At
     the end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first,
     the speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
     callback skips as many iterations as needed to stay within `max_cost`.
@@ -155,7 +155,9 @@ class Trace(RLCallback):
     def _stop_writing(self, error: OSError) -> None:
         self._file = None
         problem = write_problem(error, self._folder)
-        log.warning("The trace cannot be written to %s: %s. The run continues without a trace.", self._folder, problem)
+        log.warning(
+            "The trace cannot be written to %s: %s. The run continues without trace files.", self._folder, problem
+        )
 
     def _watch_profiler(self, trainer: Any) -> None:
         """Wraps the profiler to record the steps that Lightning and the loop report to it."""
