@@ -104,7 +104,7 @@ class Distillation(GRPO):
         if teacher is None and not teachers and teacher_prompt is None:
             raise ValueError(
                 "Distillation needs a teacher: set teacher or teachers, or teacher_prompt for a policy that learns "
-                "from itself with another prompt."
+                "from itself with a different prompt."
             )
         if not teachers:
             check_effect("without teachers", teacher_column=(teacher_column, None))

@@ -93,7 +93,7 @@ class PPO(GRPO):
         lam: λ of generalized advantage estimation; 0 relies on the critic's values, 1 on the rewards.
         bootstrap_truncated: use the critic's value as the estimate of rewards after a truncated end. Set False if the
             reward already accounts for truncation, for example by treating a completion at the length limit as wrong.
-        value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
+        value_clip: bound on how much a value changes in an iteration, in the critic's units; None for no bound.
         huber_delta: error above which the critic's loss grows linearly; None squares every error.
         value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all returns
             so far or `exponential` statistics of recent returns; with None it predicts the returns.

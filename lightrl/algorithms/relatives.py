@@ -304,7 +304,7 @@ class ReinforcePlusPlus(GRPO):
     Args:
         advantage_mean: `group` first subtracts the group's mean reward; this is the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
-        kwargs: arguments of GRPO, except its other statistics.
+        kwargs: arguments of GRPO, except `advantage_std` and `leave_one_out`.
     """
 
     kl_in_reward = True

@@ -117,7 +117,7 @@ class AnswerCheck:
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence (nats) that equal completions are copies; skips trajectories of several versions or rows."""
+    """Returns the evidence (nats) for copies among completions; skips trajectories with several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):

@@ -46,8 +46,8 @@ class EvaluationCommand(RLCallback):
         OPENAI_BASE_URL {base_url}     OPENAI_API_KEY     LIGHTRL_MODEL {model}     LIGHTRL_RESULTS {results}
 
     The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder is
-    `evaluations/<iteration>` in the run's folder; `output.log` in it has the command's output. If the command fails, a
-    warning shows the end of its output, and the run continues.
+    `evaluations/<iteration>` in the run's folder; its `output.log` contains the command's output. If the command fails,
+    a warning shows the end of its output, and the run continues.
 
     All requests of one evaluation use the weight version that the engine has at the end of the iteration: training
     waits until the command exits, so no weights are loaded meanwhile. With `max_staleness` above 0, rollouts continue

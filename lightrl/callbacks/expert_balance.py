@@ -87,7 +87,7 @@ class ExpertBalance(RLCallback):
         self._layout: RouteLayout | None = None
         self._loads: Tensor | None = None  # int64 [L, E], of the iteration or step
         self._counts: Tensor | None = None  # the loads that this rank is counting
-        self._pull: Tensor | None = None  # float32 [L, E], the gradient of the loss with respect to a token's P, over k
+        self._pull: Tensor | None = None  # float32 [L, E], loss gradient with respect to a token's P, divided by k
         self._step = 0
         self._hooks: list[RemovableHandle] = []
 

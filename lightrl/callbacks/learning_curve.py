@@ -44,8 +44,8 @@ Curve = Mapping[float, float]  # iteration → value
 class Points:
     """A curve of at most `MAX_POINTS` points: when it is full, each pair of neighbors is replaced by its mean.
 
-    After n iterations, each point is therefore the mean over the same number of iterations, n / 1000 to n / 500. It is
-    plotted at the middle of these iterations.
+    After n iterations, each point is therefore the mean over the same number of iterations, from n / 1000 to n / 500,
+    and is plotted at the middle of these iterations.
     """
 
     def __init__(self) -> None:

@@ -126,8 +126,8 @@ def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
 class Probe:
     """Compares trainer and engine after a sync. `logprobs_if_due`, `compare` and `check_mismatch` are collective.
 
-    If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs
-    after that, or no other replica is right, the run ends.
+    If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs,
+    or no other replica has the right weights, the run ends.
 
     Args:
         num: number of sequences; 0 compares nothing.

@@ -175,8 +175,8 @@ class TrajectoryLog(RLCallback):
             with contextlib.suppress(OSError):
                 unfinished.unlink()  # frees the partial file's space
             log.warning(
-                "The trajectory log cannot write %s: %s. The log stops; the run continues. Prompts must be JSON, and "
-                "the disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
+                "The trajectory log cannot write %s: %s. The log stops; the run continues. Check that prompts are "
+                "JSON and that the disk has space, or increase TrajectoryLog.every_n_iterations.",
                 path,
                 write_problem(error, path, len(content)),
             )

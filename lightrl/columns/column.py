@@ -31,7 +31,7 @@ class TokenArray(Sequence[_Number]):
         as_runs: store each run of equal numbers as the number and the run's end, unless that takes more memory.
 
     Raises:
-        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds.
+        TypeError, OverflowError: if a number does not fit the dtype; float32 values are rounded.
     """
 
     __slots__ = ("_ends", "_values", "code")

@@ -76,7 +76,7 @@ def is_whole_chat(chat: Messages) -> bool:
 
 
 def shared_prompt(chats: Sequence[Messages]) -> Messages:
-    """Returns the messages that all chats begin with; for a single chat, those before the first assistant message."""
+    """Returns the messages that all chats begin with; for a single chat, all before the first assistant message."""
     num = 0
     for message, *others in zip(*chats, strict=False):
         if any(other != message for other in others) or (not others and message["role"] == "assistant"):

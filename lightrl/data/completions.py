@@ -350,7 +350,7 @@ class CompletionDataModule(PromptDataModule):
         )
 
     def state_dict(self) -> JsonObject:
-        """Returns PromptDataModule's state and, if rows are not all read at the start, where reading continues."""
+        """Returns PromptDataModule's state and, unless all rows are read at the start, where to continue reading."""
         if self._windows is None:
             return super().state_dict()
         stream = self.prompt_stream.state_dict(self._windows.first_position)

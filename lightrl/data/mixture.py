@@ -45,7 +45,7 @@ class DataSource:
         arguments: keyword arguments for a function or a folder of tasks.
         max_rows: use only the first rows; None uses all.
         label: names the source in prompt ids and, if set, in metrics like `rollout/reward/LABEL`; None uses its index.
-        task: the source's own workflow, reward, group size and length limit, also for this label in other splits.
+        task: the source's own workflow, reward, group size and length limit; applies to this label in all splits.
         streaming: read the rows in order as they are needed.
         shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
     """

@@ -97,7 +97,7 @@ class PromptDataModule(L.LightningDataModule):
             Use None only in a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
-        batch_size: prompts per iteration, which is also groups per iteration.
+        batch_size: prompts, and therefore groups, per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         bad_rows: what to do with a row that is invalid JSON or gives no prompt: raise an `error`, or `drop` it.
         max_bad_fraction: with `bad_rows: drop`, the largest fraction of a split's rows, 0 to 1, that may be bad.

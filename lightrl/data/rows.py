@@ -1,7 +1,7 @@
 """Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the line or row.
 
 Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
-Arrow and CSV files and hub datasets into memory, from its cache. CSV values stay text. A .json file is read whole. A
+Arrow and CSV files and hub datasets into memory, from its cache. CSV values remain text. A .json file is read whole. A
 .jsonl file above 64 MiB is mapped into memory, so it must not change in place during a run. Text files may be gzipped.
 Messages name a row of a .jsonl or .csv file by its line, and other rows by number; both count from 1.
 """
@@ -343,7 +343,7 @@ def read_lines(path: Path) -> Iterator[NamedRow]:
 
 
 def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the numbers, from 1, and offsets of the lines that are not blank."""
+    """Yields the number (from 1) and the offset of each line that is not blank."""
     start, num_lines, reported_at = 0, 0, time.monotonic()
     while start < len(content):
         end = content.find(b"\n", start)

@@ -55,7 +55,7 @@ class SourceRows(ABC):
     """
 
     source: DataSource
-    prefix: str  # begins the ids of the source's prompts
+    prefix: str  # start of the ids of the source's prompts
 
     @property
     @abstractmethod
@@ -142,7 +142,7 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 @dataclass
 class BadRows:
-    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 rows if unknown.
+    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 if the total is unknown.
 
     Rows that are read again in later epochs count again, good or bad.
     """
@@ -163,10 +163,10 @@ class BadRows:
         if self.num_bad > self.max_fraction * max(self.num_read, self.num_rows or _ASSUMED_ROWS):
             return ValueError(
                 f"Bad rows: {self.num_bad} of the first {self.num_read}, more than max_bad_fraction="
-                f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last: {made}"
+                f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last one: {made}"
             )
         if self.num_bad == 1:
-            logger.warning("Bad rows are dropped (bad_rows: drop). The first: %s", made)
+            logger.warning("Dropping bad rows (bad_rows: drop). The first one: %s", made)
         return None
 
 
@@ -319,7 +319,7 @@ class PromptStream:
 
     Args:
         prompts: the prompts of one epoch, in the order of the data.
-        batch_size: prompts per iteration, which is also groups per iteration.
+        batch_size: prompts, and therefore groups, per iteration.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration needs, or two have the same id.

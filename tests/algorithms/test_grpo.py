@@ -226,7 +226,7 @@ def test_groups_of_one_are_allowed_where_nothing_is_compared_within_a_group() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coef": 0.0}, "reference.coef must be above 0, got 0.0. To omit the KL term, omit reference"),
+        ({"coef": 0.0}, "reference.coef must be above 0, got 0.0. To train without KL, omit reference"),
         ({"coef": 0.1, "estimator": "k4"}, "estimator must be k1, k2, k3 or None, got 'k4'"),
     ],
     ids=str,
