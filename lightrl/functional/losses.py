@@ -33,8 +33,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    A loss uses only the gradient. In expectation, k1 has gradient 0, k2 has the gradient of KL(policy ‖ reference), and
-    k3 has the gradient of KL(reference ‖ policy), which is the same to first order.
+    In a loss, only the gradient matters. In expectation, k1 has gradient 0, k2 has the gradient of KL(policy ‖
+    reference), and k3 has the gradient of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
     https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
