@@ -42,8 +42,8 @@ def check_agents(module: RLModule, rewards: Iterable[Any] = ()) -> None:
     for name in ("shaped_rewards", "penalized_rewards"):
         if getattr(type(module), name) is not getattr(GRPO, name):
             raise ValueError(
-                f"{type(module).__name__}.{name} changes a trajectory's reward, not an agent's, as MultiAgent needs. "
-                "Override advantages instead."
+                f"{type(module).__name__}.{name} changes a trajectory's reward, but MultiAgent needs rewards per "
+                "agent. Override advantages instead."
             )
     if module.reward_model_role is not None:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_agents(module: RLModule, rewards: Iterable[Any] = ()) -> None:
         if gives_one_number(reward):
             raise ValueError(
                 f"MultiAgent needs rewards per agent, but reward={getattr(reward, '__qualname__', reward)!r} returns "
-                "one number for a trajectory. Set it to lightrl.rewards.environment_reward, alone or as a part of it."
+                "one number for a trajectory. Set reward to lightrl.rewards.environment_reward, or combine both."
             )
 
 

@@ -57,13 +57,13 @@ class Distillation(GRPO):
 
     Args:
         policy: the student.
-        teacher: the model to imitate; frozen. With `teachers`, it teaches all other trajectories. If there is no
+        teacher: the model to imitate; frozen. With `teachers`, it is the default teacher. If there is no
             teacher at all, the policy itself is the teacher, which needs `teacher_prompt`.
         teachers: name → teacher. The name is the label of a data source, or a row's value of `teacher_column`.
         teacher_column: the data column that names a row's teacher; None uses the label of the row's source.
         teacher_prompt: a function, or its dotted path, that takes a rewarded trajectory and returns what teachers
             read instead of everything before the policy's first token: the text of a user message, messages, token
-            ids, or None for no change. It runs on rank 0. Trajectories with several conversations are refused.
+            ids, or None for no change. It runs on rank 0. Trajectories with several conversations are rejected.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
         jsd_beta: weight of the teacher, between 0 and 1, in the mixture that `jsd` compares both models with.
@@ -104,7 +104,7 @@ class Distillation(GRPO):
         if teacher is None and not teachers and teacher_prompt is None:
             raise ValueError(
                 "Distillation needs a teacher: set teacher or teachers, or teacher_prompt for a policy that learns "
-                "from itself with another prompt."
+                "from itself with a different prompt."
             )
         if not teachers:
             check_effect("without teachers", teacher_column=(teacher_column, None))
@@ -180,7 +180,7 @@ class Distillation(GRPO):
         outputs: tuple[str, ...] = ("teacher_logprobs",)
         if self.teacher_topk is not None:
             outputs = (*outputs, "teacher_topk_ids", "teacher_topk_logprobs")
-        # Call servers first: then rank 0 has no rows from other teachers to complete.
+        # Call servers first, so that rank 0 does not have to complete rows from other teachers.
         roles = sorted(self.teacher_roles, key=lambda name: self.teacher_roles[name].spec.url is None) or ["policy"]
         is_plain = roles == ["teacher"] and self.teacher_prompt is None
         inputs = ("token_ids",) if self.teacher_prompt is None else ("token_ids", "rewards")
@@ -201,7 +201,7 @@ class Distillation(GRPO):
         return [*super().model_calls(), *teachers]
 
     def prompts_of(self, role: str, trajectories: Sequence[Trajectory]) -> list[list[int] | None]:
-        """Returns the prompt that this teacher reads for each trajectory: token ids, SAME, or None if it reads none.
+        """Returns this teacher's prompt for each trajectory: token ids, SAME, or None if it has another teacher.
 
         Raises:
             ValueError: if a trajectory has no teacher, or does not fit in the teacher's context with its new prompt.

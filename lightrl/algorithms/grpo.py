@@ -36,7 +36,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 
 
 class FamilySettings(SharedSettings, total=False):
-    """Arguments of GRPO that all algorithms accept, for type checkers. The classes below list those that some fix."""
+    """GRPO's arguments that all algorithms accept, for type checkers; the classes below list those that some fix."""
 
     entropy_coef: float
     overlong_penalty: OverlongPenalty | None
@@ -81,7 +81,7 @@ class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSet
 
 
 class GRPO(RLModule):
-    """A clipped policy gradient whose baseline is the mean reward of the other completions of the same prompt.
+    """A clipped policy gradient whose baseline is the mean reward of the prompt's completions.
 
     The clip is centered on the behavior policy, as in PPO. With `decoupled` it is centered on the proximal policy, the
     policy at the start of the update, and the loss is weighted by proximal ÷ behavior. These weights correct for stale
@@ -224,7 +224,7 @@ class GRPO(RLModule):
             metrics["kl_reference_nats"] = divergence.detach()
         if self.entropy_coef:
             if not self.needs_entropy_gradient:
-                raise ValueError("entropy_coef was 0 in the constructor, so the entropy has no gradient. Set it there.")
+                raise ValueError("Set entropy_coef in the constructor: if it was 0 there, the entropy has no gradient.")
             loss = loss - self.entropy_coef * outputs.entropy
         return {"loss": loss, ESS_WEIGHTS: gradient_weights, **metrics}
 

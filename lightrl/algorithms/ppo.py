@@ -80,7 +80,7 @@ class PPO(GRPO):
     """A clipped policy gradient with a critic as its baseline: a network that predicts the future reward at each token.
 
     One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a separate
-    parameter group. GRPO's settings `decoupled` and `dual_clip` give the variants of those names.
+    parameter group. GRPO's settings `decoupled` and `dual_clip` select the variants with those names.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
 
@@ -93,13 +93,13 @@ class PPO(GRPO):
         lam: λ of generalized advantage estimation; 0 relies on the critic's values, 1 on the rewards.
         bootstrap_truncated: use the critic's value as the estimate of rewards after a truncated end. Set False if the
             reward already accounts for truncation, for example by treating a completion at the length limit as wrong.
-        value_clip: bound on the change of a value in an iteration, in the critic's units; None for no bound.
+        value_clip: bound on how much a value changes in an iteration, in the critic's units; None for no bound.
         huber_delta: error above which the critic's loss grows linearly; None squares every error.
         value_normalization: the critic predicts (return - mean) / deviation, with `running` statistics of all returns
             so far or `exponential` statistics of recent returns; with None it predicts the returns.
         value_decay: decay of the `exponential` statistics per iteration.
         value_coef: weight of the critic's loss if it shares the policy's body.
-        critic_warmup_iterations: number of first iterations that train only the critic (if shared, only its head).
+        critic_warmup_iterations: how many iterations first train only the critic (if shared, only its head).
         whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
         early_stop: skip updates once the policy has moved too far.
@@ -177,7 +177,7 @@ class PPO(GRPO):
         if self.shares_body and self.value_head is None:
             weight = self.policy.get_output_embeddings().weight
             device = "cpu" if weight.is_meta else weight.device  # no checkpoint fills in a meta head
-            # No bias, as in Hugging Face's scalar heads, so that head and body can be exported as such a model.
+            # No bias, as in Hugging Face's scalar heads, so that head and body can be exported in that format.
             self.value_head = torch.nn.Linear(weight.shape[1], 1, bias=False, device=device)
             torch.nn.init.zeros_(self.value_head.weight)
             keep_float32(self.value_head)

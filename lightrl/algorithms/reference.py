@@ -37,7 +37,7 @@ class ReferenceKL:
 
     def __post_init__(self) -> None:
         if not self.coef > 0:
-            raise ValueError(f"reference.coef must be above 0, got {self.coef}. For no KL term, leave out reference.")
+            raise ValueError(f"reference.coef must be above 0, got {self.coef}. To train without KL, omit reference.")
         check_choice((*get_args(KLEstimator), None), estimator=self.estimator)
 
     def check(self, policy: Role, *, in_reward: bool) -> None:
@@ -78,7 +78,7 @@ class AdaptiveKL(ReferenceKL):
         in_reward: subtract the KL from each token's reward; False adds it to the loss.
         target_nats: adapt the weight to keep the KL per token at this target; None keeps the weight fixed.
         horizon: number of trajectories over which the weight adapts; see KLController.
-        decay: after each iteration, reference = decay · reference + (1 - decay) · policy (float32); None keeps it.
+        decay: after each iteration, reference = decay · reference + (1 - decay) · policy (float32); None freezes it.
     """
 
     in_reward: bool = True

@@ -43,7 +43,7 @@ from lightrl.models import ModelSpec, Outputs, Role
 from lightrl.rollout import GroupFilter, RolloutSettings
 from lightrl.trajectory import Group, Trajectory
 
-# For type checkers: the arguments that constructors pass on to GRPO, without those they fix or give another default.
+# For type checkers: the arguments that constructors pass on to GRPO, except those that they fix or give a new default.
 
 
 class AllButStatistics(RelativeSettings, GroupSettings, ClipSettings, RatioSettings, WeightsSettings, total=False): ...
@@ -304,7 +304,7 @@ class ReinforcePlusPlus(GRPO):
     Args:
         advantage_mean: `group` first subtracts the group's mean reward; this is the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
-        kwargs: arguments of GRPO, except its other statistics.
+        kwargs: arguments of GRPO, except `advantage_std` and `leave_one_out`.
     """
 
     kl_in_reward = True
@@ -342,7 +342,7 @@ class ReinforcePlusPlus(GRPO):
 class GDPO(GRPO):
     """GRPO with several rewards, each normalized separately, so that one with a large deviation does not dominate.
 
-    Each reward is normalized within its group. Their weighted sums are then normalized over the batch. Two trajectories
+    Each reward is normalized within its group. The weighted sums are then normalized over the batch. Two trajectories
     of a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
 
     Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
@@ -361,7 +361,7 @@ class GDPO(GRPO):
                 f"reward_weights must give at least one reward a finite weight other than 0, got {reward_weights}."
             )
         for name in ("overlong_penalty", "reward_shaping", "reward_model"):
-            check_effect("with GDPO, whose rewards are those in reward_weights", **{name: (kwargs.get(name), None)})
+            check_effect("with GDPO, which trains on the rewards in reward_weights", **{name: (kwargs.get(name), None)})
         super().__init__(policy, advantage_mean="group", advantage_std="group", leave_one_out=False, **kwargs)
         self.reward_weights = reward_weights
         self._keys = tuple(f"reward_part_{name}" for name in reward_weights)
@@ -404,7 +404,7 @@ class GDPO(GRPO):
 
 
 class M2PO(GRPO):
-    """Instead of clipping, masks tokens with the largest squared log-ratios until the mean of the rest is in bounds.
+    """Masks the tokens with the largest squared log-ratios, instead of clipping, to bound the mean of the others.
 
     M2PO is for very stale trajectories, where a clip removes the gradient of many informative tokens. The mask compares
     the proximal policy with the behavior policy, once per iteration, which costs a forward pass. Masked tokens still

@@ -38,7 +38,7 @@ class GiGPO(GRPO):
 
     A turn's return is its reward plus the discounted rewards of later turns. With `step_groups: state`, it is compared
     with the returns of other turns that follow the same observation in trajectories of the same prompt: the policy saw
-    the same, but acted differently. A turn without a match gets only the trajectory's advantage, and so do tokens
+    the same text, but acted differently. A turn without a match gets only the trajectory's advantage, and so do tokens
     outside turns, for example from another data source. `step_groups: turn` compares turns with the same index; with
     `episode_weight: 0`, only the turns' returns count. The rewards of turns come from `MultiTurn` with `discount: 1`
     and from `lightrl.rewards.environment_reward`.
@@ -54,7 +54,7 @@ class GiGPO(GRPO):
         kwargs: arguments of GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
     """
 
-    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # from all ranks
+    advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # gathered from all ranks
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class GiGPO(GRPO):
         self.step_groups = step_groups
 
     def setup(self, stage: str) -> None:
-        """Checks, before a model is built, that some source's workflow has turns and its reward rewards them."""
+        """Checks, before a model is built, that at least one source has turns and a reward for each turn."""
         super().setup(stage)
         datamodule = getattr(self.trainer, "datamodule", None)
-        if stage != "fit" or hasattr(datamodule, "recorded_groups"):  # recorded trajectories have their rewards
+        if stage != "fit" or hasattr(datamodule, "recorded_groups"):  # recorded trajectories already have rewards
             return
         own: Any = self.reward if self.reward_source is None else self.reward_source
         pairs = [(self.workflow, own)]

@@ -8,15 +8,15 @@ Reading order:
       answer_check.py   compares sampled tokens with the trainer under the weights that sampled them
     staleness.py        bounds how many versions a trajectory may be behind
     group_selection.py  drops and replaces groups by their rewards; selects prompts by past success
-    rollout_metrics.py  the numbers logged in each iteration; monitors.py finds mistyped names of metrics
+    rollout_metrics.py  the numbers logged in each iteration; monitors.py finds mistyped metric names
     self_play.py        older versions as opponents of the policy
-    expert_balance.py   balances the load of a mixture's experts
+    expert_balance.py   balances the load of an MoE model's experts
     progress.py         the progress bar and permanent lines; bottleneck.py: the slowest part, and what would change it
     trace/              records what each process did when, and where the time went
     trajectory_log.py   trajectories as JSONL, and periodically as a table; learning_curve.py: plots of reward
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
-    prometheus.py       serves the metrics at a port; run_cost.py: device hours and their price
+    prometheus.py       serves the metrics on a port; run_cost.py: device hours and their price
     export.py           the policy as a Hugging Face folder; evaluation_command.py: programs that evaluate the policy
 
 May import everything up to module and data, but not loops or trainer. To add one, subclass RLCallback and override the

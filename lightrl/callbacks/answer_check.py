@@ -2,8 +2,8 @@
 
 In each iteration, the trainer takes a few trajectories and recomputes the logprobs of the tokens sampled by the oldest
 and by the newest weight version; it keeps copies of both versions in host memory. The engine's logprobs must equal the
-trainer's, up to rounding. The oldest tokens must also be as likely as their distribution says, which detects a server
-that ignores sampling settings. This check omits the newest tokens: they exist only if no end token came before.
+trainer's, up to rounding. The likelihood of the oldest tokens must also match their distribution; if it does not, the
+server may ignore sampling settings. This check omits the newest tokens: they exist only if no end token came before.
 
 For a function f of a token, exp(λ f) / E[exp(λ f)] has mean 1, whatever came before, so the product over all tokens
 exceeds e^35 with probability at most e^-35. Here f is the logprob: λ > 0 accumulates evidence that tokens are too
@@ -40,13 +40,13 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-# Log-likelihood ratio of a token outside, and of one inside, top-p or top-k, if 5 % rather than 1 % are outside.
+# Log-likelihood ratios of a token outside and of a token inside top-p or top-k: 5 % outside against 1 % outside.
 OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)
 NUM_TOKENS = 256  # loss tokens to check
 
 
 class AnswerCheck:
-    """Checks the tokens of a few trajectories or, with `checks_all`, of all.
+    """Checks the tokens of a few trajectories or, with `checks_all`, of all trajectories.
 
     It skips the first version that this run loads: after a failed iteration, other weights may have sampled its tokens.
     """
@@ -117,7 +117,7 @@ class AnswerCheck:
 
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
-    """Returns the evidence (nats) that equal completions are copies; skips trajectories of several versions or rows."""
+    """Returns the evidence (nats) for copies among completions; skips trajectories with several versions or rows."""
     nats: dict[object, list[float]] = {}
     for item in trajectories:
         if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
@@ -128,7 +128,7 @@ def copies_nats(trajectories: Sequence[Trajectory]) -> float:
 
 
 def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedExperience) -> bool:
-    """Whether the minibatch has every token that was sampled for it; selection would bias the likelihood."""
+    """Whether the minibatch has every token that was sampled for it; dropping some would bias the likelihood."""
     settings = trainer.rollout.settings
     num_rows = settings.groups_per_iteration * settings.group_size // module.num_minibatches
     selects = settings.num_oversampled or settings.group_filter or settings.incomplete_groups != "train"
@@ -141,7 +141,7 @@ def _measure(
 ) -> tuple[Tensor, Tensor]:
     """Returns sums over this rank's tokens, and the largest absolute difference of their logprobs.
 
-    The sums: number of tokens, absolute and signed differences, entropy, evidence of too likely, too unlikely tokens.
+    The sums: number of tokens, absolute and signed differences, entropy, evidence of too likely and unlikely tokens.
     """
     rollout, local_rows = selected.rollout_part(), set(selected.local_rows.tolist())
     oldest = selected.version_bounds[0].to(module.device)
@@ -189,11 +189,11 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     if sampling.top_k > 0:
         is_kept[:, sampling.top_k :] = False
     mass = (chances * is_kept).sum(1, keepdim=True)
-    # For λ > 0, E omits the outcome of all other tokens: it would make E too small if none of them is sampled.
+    # For λ > 0, E omits the outcome "any other token", which would make E too small if no such token is ever sampled.
     other = torch.stack([0 * mass, 0 * mass if sampling.is_truncated else (1 - mass).clamp(min=1e-6)], 2)
     chances = torch.cat([(chances * is_kept / mass)[:, :, None] * (1 - other), other], 1)
     border = torch.where(is_kept, top, 0.0).amin(1, keepdim=True)  # logprob of the least likely kept token
-    lowest = border - 1  # stands for the logprob of all other tokens
+    lowest = border - 1  # used as the logprob of all other tokens
     values = torch.cat([torch.where(is_kept, top, lowest), lowest], 1).clamp(min=-20)
     mean = (chances[:, :, 1] * values).sum(1, keepdim=True)
     spread = (chances[:, :, 1] * (values - mean) ** 2).sum(1, keepdim=True).sqrt().clamp(min=0.05)

@@ -34,7 +34,7 @@ _SHOWN_CHARS = 2000  # the end of a failed command's output
 
 
 class EvaluationFailed(Exception):
-    """The command failed or wrote no results; the message says how."""
+    """The command failed or wrote no results; the message gives the reason."""
 
 
 class EvaluationCommand(RLCallback):
@@ -46,20 +46,20 @@ class EvaluationCommand(RLCallback):
         OPENAI_BASE_URL {base_url}     OPENAI_API_KEY     LIGHTRL_MODEL {model}     LIGHTRL_RESULTS {results}
 
     The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder is
-    `evaluations/<iteration>` in the run's folder; `output.log` in it has the command's output. If the command fails, a
-    warning shows the end of its output, and the run continues.
+    `evaluations/<iteration>` in the run's folder; its `output.log` contains the command's output. If the command fails,
+    a warning shows the end of its output, and the run continues.
 
-    All requests of one evaluation reach the weight version that the engine has at the end of the iteration: training
+    All requests of one evaluation use the weight version that the engine has at the end of the iteration: training
     waits until the command exits, so no weights are loaded meanwhile. With `max_staleness` above 0, rollouts continue
-    during the wait and share the engine. If the run stops, the command and its children are ended. A resumed run does
-    not repeat the evaluations before its checkpoint.
+    during the wait and share the engine. If the run stops, it terminates the command and its children. A resumed run
+    does not repeat the evaluations before its checkpoint.
 
     Args:
         command: the program and its arguments, for example `[lm-eval, run, --model, local-completions, --model_args,
             "model={model},base_url={base_url}/completions,tokenizer=Qwen/Qwen3-0.6B", --tasks, my_task, --output_path,
             "{results}"]`.
         every_n_iterations: number of iterations between two evaluations.
-        timeout_s: the command is ended after this many seconds.
+        timeout_s: the command is terminated after this many seconds.
 
     Raises:
         ValueError: before the run starts, if the program does not exist or the run has no engine.
@@ -160,7 +160,7 @@ def _access(trainer: RLTrainer, module: RLModule) -> PolicyAccess:
 def read_results(folder: Path) -> dict[str, float]:
     """Returns the numbers in a folder's JSON files, by `task/metric`.
 
-    lm-eval's metrics are named `acc` or, with a filter, `exact_match_strict-match`; its texts are left out.
+    lm-eval's metrics are named `acc` or, with a filter, `exact_match_strict-match`; its non-numeric values are omitted.
 
     Raises:
         EvaluationFailed: if a file has no results, or there is no file.

@@ -1,4 +1,4 @@
-"""ExpertBalance: keeps the load of a mixture's experts balanced, by a loss or by the biases with which routers choose.
+"""ExpertBalance: balances the load of an MoE model's experts, with an extra loss or with the routers' biases.
 
 Shapes: N tokens of a forward, L MoE blocks, E experts of a block, k experts of a token.
 """
@@ -46,17 +46,17 @@ _predicts: ContextVar[Tensor | None] = ContextVar("tokens that predict loss toke
 class ExpertBalance(RLCallback):
     """Balances the experts of the policy in RL and in SFT, in one process or on the ranks of FSDP2Strategy.
 
-    The load of an expert is the number of tokens, among those that predict a loss token, that it computes in the whole
-    batch: in RL a minibatch (for biases an iteration), in SFT the rows that all ranks read for a step. The load of a
-    single microbatch or rank would force every handful of trajectories to use all experts.
+    An expert's load is the number of tokens that it computes in the whole batch; only tokens that predict a loss token
+    count. In RL the batch is a minibatch (for biases, an iteration), in SFT the rows that all ranks read for a step.
+    Balancing each microbatch or rank alone would force every handful of trajectories to use all experts.
 
     The loss is `loss_coef` · mean over layers of E Σᵢ fᵢ Pᵢ. fᵢ is the load of expert i divided by the number of these
-    tokens, so Σᵢ fᵢ = k; Pᵢ is the mean over them of softmax(router logits)ᵢ. For one layer this is transformers' loss
+    tokens, so Σᵢ fᵢ = k; Pᵢ is the mean of softmax(router logits)ᵢ over them. For one layer this is transformers' loss
     of the whole batch; transformers adds up the loads of all layers, so one layer can hide the imbalance of another.
     The logged loss does not include it.
 
-    In each iteration or step, a bias moves by `bias_rate` towards experts with less than the mean load. A bias takes
-    part in the choice of a token's experts, not in their weights. In RL it moves after the first update, before the
+    In each iteration or step, a bias moves by `bias_rate` towards experts with less than the mean load. A bias
+    affects which experts a token gets, but not their weights. In RL it moves after the first update, before the
     weight sync, so the engine samples with the biases of the trainer's checkpoint of that version; servers get them in
     float32. A LocalEngine in bfloat16 rounds them.
 
@@ -67,7 +67,7 @@ class ExpertBalance(RLCallback):
 
     Args:
         bias_rate: how far a bias moves in an iteration or step; DeepSeek-V3 used 0.001 for most of its pretraining.
-        loss_coef: the loss's coefficient; None uses the config's `router_aux_loss_coef`, 0 if it has none.
+        loss_coef: the loss's coefficient; None uses the config's `router_aux_loss_coef`, or 0 without one.
 
     Raises:
         ValueError: when `fit` starts, if the model or the run does not allow the setting; in an RL iteration without
@@ -87,12 +87,12 @@ class ExpertBalance(RLCallback):
         self._layout: RouteLayout | None = None
         self._loads: Tensor | None = None  # int64 [L, E], of the iteration or step
         self._counts: Tensor | None = None  # the loads that this rank is counting
-        self._pull: Tensor | None = None  # float32 [L, E], the gradient of the loss with respect to a token's P, over k
+        self._pull: Tensor | None = None  # float32 [L, E], loss gradient with respect to a token's P, divided by k
         self._step = 0
         self._hooks: list[RemovableHandle] = []
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Raises ValueError, before a model is loaded, for what the settings and the config show."""
+        """Raises ValueError, before a model is loaded, if the settings or the model's config rule out balancing."""
         if stage != "fit":
             return
         if not isinstance(pl_module, RLModule) and getattr(pl_module, "batch_type", None) is not ChatBatch:  # not SFT
@@ -105,11 +105,11 @@ class ExpertBalance(RLCallback):
                 f"ExpertBalance changes nothing for {config.model_type}: set bias_rate or loss_coef above 0."
             )
         if self.bias_rate and role.tuning.keeps_base:
-            raise ValueError("bias_rate changes the base model, which lora leaves as it is. Set it to 0, or omit lora.")
+            raise ValueError("bias_rate changes the base model, which lora does not train. Set it to 0, or omit lora.")
         if self._coef and not hasattr(config, _COEF):
             raise ValueError(
                 f"loss_coef needs a family for which transformers defines a balancing loss, but the config of "
-                f"{config.model_type} has no {_COEF}. Set it to 0, and bias_rate above 0 if its routers have biases."
+                f"{config.model_type} has no {_COEF}. Set loss_coef to 0; if its routers have biases, set bias_rate."
             )
         _refuse(
             {
@@ -136,7 +136,7 @@ class ExpertBalance(RLCallback):
                 "Set it to 0."
             )
         if self.bias_rate and any(bias is not None and bias.dtype != torch.float32 for bias in biases):
-            raise ValueError(f"bias_rate needs biases in float32, because bfloat16 drops small steps of {name}'s.")
+            raise ValueError(f"bias_rate needs biases in float32: bfloat16 would round away small steps of {name}'s.")
         _refuse({"a compiled policy": any(module._compiled_call_impl is not None for module in model.modules())})
         self.teardown(trainer, pl_module, "fit")  # a failed run does not call it
         routers = map(router_of, moe_blocks(model).values())
@@ -236,7 +236,7 @@ class ExpertBalance(RLCallback):
 
     @torch.no_grad()
     def _observe(self, index: int, router: torch.nn.Module, args: Any, output: Any) -> None:
-        """Counts the tokens of a router's experts, and adds the loss's gradient to that of its logits."""
+        """Counts the tokens of a router's experts, and adds the loss's gradient to the gradient of its logits."""
         predicts = _predicts.get()
         if predicts is None or not len(predicts) or (self._counts is None and self._pull is None):
             return
@@ -267,7 +267,7 @@ class ExpertBalance(RLCallback):
 
 
 class _PredictingTokens(Routes):
-    """Routes that also mark the tokens of a forward that predict loss tokens, for `_observe`.
+    """Routes that also mark, for `_observe`, which tokens of a forward predict loss tokens.
 
     No forward computes a token for several trajectories, because such a token would count once.
     """

@@ -50,13 +50,13 @@ class HuggingFaceExport(RLCallback):
 
     The policy's folder omits a critic that is a head on the policy's body; `role="critic"` writes body and head as a
     separate model. Weights & Biases and MLflow get the folder as an artifact if they log models: the last export with
-    `log_model: true`, each export with `all`. After Ctrl-C, an exception or `fast_dev_run`, an earlier export stays.
+    `log_model: true`, each export with `all`. After Ctrl-C, an exception or `fast_dev_run`, an earlier export is kept.
 
     Args:
         to: the folder, created with its parents. An earlier export is replaced; any other content is an error.
         every_n_iterations: also export after every n-th iteration; None exports only at the end.
-        role: the role to export; None means the module's `trained_role` (a RewardModel has one), otherwise the policy.
-        merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
+        role: the role to export; None means the module's `trained_role` (RewardModel has one) or, without it, the
+        policy. merged: with LoRA, merge the adapters into the weights; always done for critics and reward models.
 
     Raises:
         ValueError: when `fit` starts, if `to` contains files that are not from an export or contains the model that
@@ -86,12 +86,12 @@ class HuggingFaceExport(RLCallback):
         if self._is_head(pl_module) and ModelDescription.of_critic(model, pl_module.policy_role) is None:
             raise TypeError(
                 f"HuggingFaceExport cannot export a critic's head on a {type(model).__name__}: transformers has no "
-                "sequence classification model of that family. Leave the callback out: checkpoints keep the head."
+                "sequence classification model of that family. Remove the callback: checkpoints keep the head."
             )
         if not hasattr(model, "save_pretrained"):
             raise TypeError(
                 f"HuggingFaceExport needs a Hugging Face model at {type(pl_module).__name__}."
-                f"{self._role_of(pl_module)}, got {type(model).__name__}. Name another role, or leave the callback out."
+                f"{self._role_of(pl_module)}, got {type(model).__name__}. Name another role, or remove the callback."
             )
         if trainer.is_global_zero:
             hold(self.folder, "to")
@@ -170,7 +170,7 @@ class HuggingFaceExport(RLCallback):
     def _gather_tensors(self, trainer: L.Trainer, module: Any, body: str) -> dict[str, Tensor] | None:
         """Returns the whole tensors to write, on the CPU: all parameters with adapters merged, or only the adapters.
 
-        None for a model in one process without adapters. Collective over the model's ranks; only the first gets them.
+        Returns None in one process without adapters. Collective over the model's ranks; only the first gets tensors.
         """
         model: PreTrainedModel = getattr(module, body)
         keeps_base = tuning_of(model).keeps_base

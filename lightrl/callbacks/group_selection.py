@@ -40,9 +40,9 @@ class DynamicSampling(RLCallback):
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
             trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
-        max_group_tokens: drop a group with a trajectory of more generated tokens than this; None for no limit.
-        rule: a function of a Group, or its dotted path. True, or a word as the reason, drops the group; None or
-            False keeps it. The function runs on the rollout's event loop, so it must be fast.
+        max_group_tokens: drop a group if a trajectory has more generated tokens than this; None for no limit.
+        rule: a function of a Group, or its dotted path. It returns True or a one-word reason to drop the group, and
+            None or False to keep it. It runs on the rollout's event loop, so it must be fast.
         incomplete_groups: what happens to a group that lost a trajectory, for example because its reward raised:
             `train` on the others, `resample` the group with new seeds, at most three times, or `drop` it.
         oversample_fraction: extra groups to start, as a fraction of P; see above.
@@ -179,8 +179,8 @@ class PromptCurriculum(RLCallback):
     """Skips prompts by their past success, so that iterations consist of prompts from which the policy can learn.
 
     In each epoch, a prompt runs with the probability that the curriculum assigns it. Prompts keep the order of the
-    stream, and an epoch lasts fewer iterations than the loader reports. The curriculum's state is part of the
-    checkpoint, so a resumed run chooses the same prompts. If it has a method `success_rate`, past success is logged.
+    stream, and an epoch lasts fewer iterations than the loader reports. Checkpoints contain the curriculum's state, so
+    a resumed run chooses the same prompts. If the curriculum has a method `success_rate`, past success is logged.
 
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().

@@ -51,9 +51,9 @@ class _Snapshot:
 class LagProbe:
     """Measures `policy/step_k3_nats`, over one version, and `policy/lag_*`, over η = `max_staleness`; nats per token.
 
-    In prompt order, nearly every group is η versions old when it is trained on. Both are measured on loss tokens, at
-    the training temperature: the step in each iteration, the lag in about every tenth. On-policy there is no lag, so
-    nothing is computed. A resumed run starts without snapshots.
+    Groups are used in prompt order, so nearly all are η versions old when the policy trains on them. Both are measured
+    on loss tokens, at the training temperature: the step in each iteration, the lag in about every tenth. On-policy
+    there is no lag, so nothing is computed. A resumed run starts without snapshots.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class LagProbe:
 
 
 def choose_rows(num_trajectories: int, num_tokens: int, least_tokens: int = NUM_TOKENS) -> range:
-    """Chooses the trajectories to measure, evenly over an iteration's groups; `num_tokens` counts all completions."""
+    """Chooses trajectories to measure, evenly over an iteration's groups; `num_tokens` counts all completion tokens."""
     num = max(MIN_ROWS, math.ceil(least_tokens * num_trajectories / max(1, num_tokens)))
     num = max(1, min(num, round(MAX_FRACTION * num_trajectories)))
     return range(0, num_trajectories, max(1, num_trajectories // num))[:num]

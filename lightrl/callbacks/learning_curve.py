@@ -44,8 +44,8 @@ Curve = Mapping[float, float]  # iteration → value
 class Points:
     """A curve of at most `MAX_POINTS` points: when it is full, each pair of neighbors is replaced by its mean.
 
-    After n iterations, each point is therefore the mean over the same number of iterations, n / 1000 to n / 500. It is
-    plotted at the middle of these iterations.
+    After n iterations, each point is therefore the mean over the same number of iterations, from n / 1000 to n / 500,
+    and is plotted at the middle of these iterations.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class LearningCurve(RLCallback):
     plots the whole curve. To bound their size, after 1,000 iterations it plots means over 2, 4, 8, … iterations.
 
     A held-out value at iteration i is measured with the weights after i iterations; `num_sanity_val_steps=-1` adds the
-    value before training, at 0. A run without the metrics of `RolloutMetrics` or validation has no image.
+    value before training, at 0. A run that logs none of the plotted metrics writes no image.
 
     Args:
         constant_baseline: accuracy of the best constant answer, plotted as a dashed line; None for no line.
@@ -170,7 +170,7 @@ class LearningCurve(RLCallback):
             except OSError as error:
                 problem = write_problem(error, run_folder / "learning_curve.png")
                 log.warning(
-                    "No learning curve could be written to %s: %s. Free space for the next run.", run_folder, problem
+                    "Could not write the learning curve to %s: %s. Free space before the next run.", run_folder, problem
                 )
         module.print("\n".join([f"Run folder: {run_folder}", *contents(run_folder)]))  # above the progress bar
 

@@ -1,6 +1,6 @@
 """Finds mistyped metric names in callbacks and schedulers before they cost a run its checkpoints.
 
-Before the run starts, a warning names metrics that are close to one that every run logs. The error follows once all
+Before the run starts, a warning names metrics that are close to one that every run logs. An error follows once all
 names are known: after the sanity check, one iteration or the first validation. An unchecked metric causes a warning.
 """
 
@@ -125,7 +125,7 @@ def names_of_validation(metric_names: Collection[str], group_size: int) -> set[s
 
 
 def are_names_known(trainer: Any, module: Any) -> bool:
-    """Whether no user code but the reward can log validation metrics, so that all their names are known."""
+    """Whether the reward is the only user code that can log validation metrics, so that all their names are known."""
     classes = [type(module), *map(type, trainer.callbacks)]
     has_user_code = any(not cls.__module__.startswith(("lightrl.", "lightning.")) for cls in classes)
     return not has_user_code and not module.validation_metrics
@@ -157,7 +157,7 @@ def warn_of_unchecked(trainer: Any) -> None:
         name, monitor, reason = type(item).__name__, getattr(item, "monitor", None), ""
         if isinstance(item, EarlyStopping):
             is_late = bool(remaining) and remaining[-1] <= math.ceil(remaining[0] / length) * length
-            late = "it checks at the end of an epoch, but the run ends with or before the first. Validate more often"
+            late = "it checks only after an epoch, but the run ends no later than the first one. Validate more often"
             reason = why if not item._check_on_train_epoch_end else late if is_late else ""
         elif isinstance(item, ModelCheckpoint) and monitor is not None:
             steps = item._every_n_train_steps

@@ -1,6 +1,6 @@
 """Probe: trainer and engine compute the logprobs of a few fixed sequences, which agree if both have the same weights.
 
-The bounds say how much rounding may change logprobs in the dtypes of both. Shapes: B sequences, T tokens.
+The bounds state how much rounding can change logprobs, given the dtypes of both. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ PROBE_SEQUENCES, PROBE_TOKENS = 2, 32
 # Rounding error of a logprob, in units of eps · (1 + mean |logprob|) because it grows with the logits. Healthy engines
 # differ by at most 0.2 units for models of 0.1 M to 4 M parameters, 1.8 for a model of 2,000 parameters with peaked
 # distributions, and 1.2 for large models in bfloat16, which is 0.12 nats. Depth, other kernels and longer sums increase
-# it. The factor is 32 up to `USUAL_NATS` and 4 above it: a false alarm ends a run, and digests find smaller errors.
+# the error. The factor is 32 up to `USUAL_NATS`, then 4: a false alarm ends a run, and digests find smaller errors.
 ROUNDINGS = 32.0
 ROUNDINGS_ABOVE = 4.0
 USUAL_NATS = 0.2
 LEAST_NATS = 1e-5  # allows for errors that do not shrink with eps, e.g. in tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # added for sampled tokens: they are at higher positions than the probe's, and may be few
-MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound may raise the mean
+MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound could push the mean above its bound
 BIAS = 0.25  # × the bound of the mean, for the mean signed difference: rounding errors have both signs
-LARGEST = 16.0  # × the bound of the mean: of a million normal errors, the largest is 6 means; real tails are longer
+LARGEST = 16.0  # × the bound of the mean: the largest of a million normal errors is 6 × the mean; real tails are longer
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:
@@ -126,8 +126,8 @@ def skips_autocast(trainer: RLTrainer, module: RLModule) -> bool:
 class Probe:
     """Compares trainer and engine after a sync. `logprobs_if_due`, `compare` and `check_mismatch` are collective.
 
-    If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs
-    after that, or no other replica is right, the run ends.
+    If the engine can drop replicas, a replica that differs is dropped and gets the weights again. If it still differs,
+    or no other replica has the right weights, the run ends.
 
     Args:
         num: number of sequences; 0 compares nothing.
@@ -202,7 +202,7 @@ class Probe:
     def _compare_logprobs(
         self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]], serving: set[str]
     ) -> dict[str, float]:
-        """Drops replicas whose logprobs differ from the trainer's; leaves in `serving` those that remain."""
+        """Drops replicas whose logprobs differ from the trainer's; `serving` then names the remaining replicas."""
         engine: Any = trainer.rollout.engine
         try:
             answers = engine.score(self._sequences(module))
@@ -285,7 +285,7 @@ def trainer_logprobs(
 
 @contextlib.contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Sets the temperature to 1, because servers compute logprobs at 1 whatever the request says (SGLang 0.5.23)."""
+    """Sets the temperature to 1, because servers compute logprobs at 1, ignoring the request (SGLang 0.5.23)."""
     before = model.settings
     model.settings = replace(before, temperature=1.0)
     try:

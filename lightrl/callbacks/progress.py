@@ -205,7 +205,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         return {**main, **values}
 
     def print(self, *args: object, sep: str = " ", **kwargs: Any) -> None:
-        """Prints above the bars; without bars, like `print`."""
+        """Prints above the bars; without bars, it works like `print`."""
         Tqdm.write(sep.join(map(str, args)), **{"file": sys.stdout, **kwargs})
 
     def _print_iteration(self, done: int, total: int | None, values: Mapping[str, object]) -> None:
@@ -237,7 +237,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         self.train_progress_bar.set_postfix(postfix, refresh=False)
 
     def _show_phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
-        """Shows a phase, without numbers if `done` is None; a new phase at once, because it may take a while."""
+        """Shows a phase, without numbers if `done` is None. Shows a new phase at once, as it may take a while."""
         if self._is_training and self.has_bars:
             self._draw_phase(name, done, total)
         elif self._is_training and self.is_enabled and time.monotonic() - self._printed_s >= _SILENT_PHASE_S:

@@ -50,8 +50,8 @@ class PrometheusMetrics(RLCallback):
         self._token = os.environ.get(TOKEN_VARIABLE, "")
         if not self._token and not _is_loopback(host):
             raise ValueError(
-                f"PrometheusMetrics(host={host!r}) can be read by others. Set the variable {TOKEN_VARIABLE} to a token "
-                "that Prometheus sends, or leave host at 127.0.0.1."
+                f"PrometheusMetrics(host={host!r}) lets others read the metrics. Set the variable {TOKEN_VARIABLE} to "
+                "a token that Prometheus sends, or leave host at 127.0.0.1."
             )
         self._values: dict[str, float] = {}  # replaced as a whole, so that another thread may read it
         self._close: Callable[[], None] | None = None

@@ -210,7 +210,7 @@ class RolloutMetrics(RLCallback):
 
 
 class MeansSince:
-    """Computes means of what was added to running sums since the last call."""
+    """Computes means of the values added to running sums since the last call."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
@@ -237,7 +237,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     comparable = _comparable(groups)
     flat = {"rollout/zero_variance_fraction": statistics.fmean(map(_is_flat, comparable))} if comparable else {}
     return {
-        "rollout/reward": statistics.fmean(rewards),  # first: a narrow terminal cuts Lightning's bar
+        "rollout/reward": statistics.fmean(rewards),  # first, because a narrow terminal cuts Lightning's bar
         **{f"rollout/{name}": statistics.fmean(values) for name, values in named.items()},
         "rollout/reward_std": float(torch.tensor(rewards).std(correction=0)),
         **flat,
@@ -294,7 +294,7 @@ def explain_zero_variance(groups: Iterable[Group], num_iterations: int) -> str:
             "start with easier prompts, give partial rewards, or train with SFT first."
         )
     else:
-        advice = f"All succeed, with reward {rewards[0]:g}: the task is too easy or learned. Use harder prompts."
+        advice = f"All succeed, with reward {rewards[0]:g}: the task is too easy or already solved. Use harder prompts."
     return f"{problem}. {effect}{advice}"
 
 

@@ -22,12 +22,12 @@ log = logging.getLogger(__name__)
 
 
 class RunCost(RLCallback):
-    """Logs what a run has used so far, and prints it at the end of `fit`.
+    """Logs the device hours and the price of a run so far, and prints them at the end of `fit`.
 
     `cost/device_hours` is the time since `fit` began × the number of devices. `cost/trained_tokens` counts each loss
-    token of each iteration once, however many update epochs read it. With a price, `cost/price` and
-    `cost/price_per_million_tokens` (trained tokens) are in the same currency. A resumed run continues from the
-    checkpoint's figures, which omit what the interrupted run used after the checkpoint.
+    token of each iteration once, however many update epochs read it. With a price, it also logs
+    `cost/price` and `cost/price_per_million_tokens` (trained tokens), in the price's currency. A resumed run continues
+    from the checkpoint's figures, without the interrupted run's later hours and tokens.
 
     Args:
         price_per_device_hour: price of one device, in any currency; None logs only hours and tokens.

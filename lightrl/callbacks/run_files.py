@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 KINDS = {
     "config.yaml": "all settings except secrets, for fit --config",
     "learning_curve.png": "reward and accuracy over the iterations",
-    "learning_curve.csv": "the numbers of the plot",
+    "learning_curve.csv": "the plotted numbers",
     "metrics.csv": "every metric, a row per iteration",
-    "events.out.tfevents*": "the same for tensorboard --logdir .",
+    "events.out.tfevents*": "every metric, for tensorboard --logdir .",
     "trajectories": "trajectories, one per line; lightrl inspect shows them",
     "predictions*.jsonl": "trajectories of lightrl predict, one per line",
     "checkpoints": "fit --ckpt_path last continues from the newest",
@@ -47,7 +47,7 @@ KINDS = {
     "problems": "warnings, errors and drops, a file per rank",
     "logs": "log lines, a file per rank; logging: sets the levels",
     "failed_rewards.jsonl": "failed rewards; recompute with lightrl doctor replay",
-    "failed_rollouts.jsonl": "what failed agents recorded",
+    "failed_rollouts.jsonl": "partial trajectories of failed rollouts",
     "traceback.txt": "the error that ended the run",
     "status.json": "what the run is doing, for lightrl status",
     "hparams.yaml": "the settings as Lightning's CSVLogger writes them",
@@ -213,7 +213,7 @@ class ProblemLog(RLCallback):
 
         {"at": 1763851234.5, "iteration": 12, "rank": 0, "source": "server", "kind": "warning", "message": "..."}
 
-    `source` is server, reward, rollout or trainer. After `MAX_LINES`, or if the disk is full, only the log stops.
+    `source` is server, reward, rollout or trainer. After `MAX_LINES`, or on a full disk, the log stops, not the run.
     """
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ class _Handler(logging.Handler):
 
 
 def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
-    """Makes `{val/reward}` in a file name insert `val_reward=0.5`; Lightning would create a folder `val`."""
+    """Makes `{val/reward}` in a file name become `val_reward=0.5`; Lightning would create a folder `val`."""
     names = {
         "filename": checkpoint.filename or "{epoch}-{step}",
         "CHECKPOINT_NAME_LAST": checkpoint.CHECKPOINT_NAME_LAST,
@@ -299,7 +299,7 @@ def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
 class TimedCheckpoint(ModelCheckpoint):
     """Keeps one checkpoint, `last-timed.ckpt`, at most `every_s` plus one iteration old; writes it in the background.
 
-    It also saves at the end and on exceptions if no other ModelCheckpoint does. Every run with checkpoints has one.
+    It also saves at the end and on exceptions if no other ModelCheckpoint does. Every run with checkpoints uses it.
 
     Args:
         dirpath: the checkpoint's folder; None means the folder of the run's other checkpoints.

@@ -92,7 +92,7 @@ class StalenessControl(RLCallback):
     (`time/straggler_wait_s`), so that lengths have the same distribution in training as in sampling; see docs/async.md.
 
     It warns if a few tokens carry most of the weight (`policy/ess_fraction`, see loops/update.py), if the policy is far
-    from the one that sampled (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
+    from the behavior policy (`policy/kl_behavior_nats`), or if its steps (`policy/step_k3_nats`, see lag_probe.py) are
     larger than its gradients explain (`policy/grad_norm`). These warnings often come long before the reward falls.
 
     Args:

@@ -60,7 +60,7 @@ class TrajectoryLog(RLCallback):
     that it repeats. If the disk is full or read-only, the log stops with a warning and the run continues.
 
     Args:
-        every_n_iterations: iterations from one logged iteration to the next; 1 logs all that a run trains on.
+        every_n_iterations: iterations from one logged iteration to the next; 1 logs every iteration.
         max_per_iteration: maximum number of trajectories per iteration; None writes all, which a replay needs.
         table_every_n_iterations: iterations between two tables, which are printed and, with all parts of the reward,
             logged as `samples` to Weights & Biases, MLflow, TensorBoard and Comet; None prints none.
@@ -175,8 +175,8 @@ class TrajectoryLog(RLCallback):
             with contextlib.suppress(OSError):
                 unfinished.unlink()  # frees the partial file's space
             log.warning(
-                "The trajectory log cannot write %s: %s. The log stops; the run continues. Prompts must be JSON, and "
-                "the disk must have space; a larger TrajectoryLog.every_n_iterations writes less.",
+                "The trajectory log cannot write %s: %s. The log stops; the run continues. Check that prompts are "
+                "JSON and that the disk has space, or increase TrajectoryLog.every_n_iterations.",
                 path,
                 write_problem(error, path, len(content)),
             )
@@ -346,7 +346,7 @@ def _mean_advantages(experience: Experience, num: int) -> list[float | None]:
 
 
 def _text_of_turns(trajectory: Trajectory, tokenizer: _Tokenizer | None) -> str:
-    """Returns what the policy and the environment wrote, one line per part."""
+    """Returns the text that the policy and the environment wrote, one line per part."""
     if tokenizer is None or len(trajectory.turns) < 2:
         return _without_middle(trajectory.completion)
     bounds = [bound for turn in trajectory.turns for bound in (turn.start, turn.end)]

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 BUCKET_BYTES = 2**28  # parameters are sent in buckets of this size
 
 # If engine and trainer share devices: during the update, the engine holds no device memory and the optimizer's state is
-# on the device. At any other time, that state is in host memory.
+# on the device. At all other times, that state is in host memory.
 
 
 def colocated_engine(trainer: RLTrainer) -> RolloutEngine | None:
@@ -83,13 +83,13 @@ class WeightSync(RLCallback):
 
     Trainer and engine each have their own copy of the weights. A weight version numbers the engine's copy: version k is
     the policy after k iterations, and every token carries the version that sampled it. The current version is loaded
-    before the first request, also after a resume and before sanity check, validate, test and predict.
+    before the first request, including after a resume and in sanity check, validate, test and predict.
 
     The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
     engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
-    `sync/probe_abs_dlogp_nats` (the largest of all replicas), has a bound; see probe.py. If only some replicas exceed
-    it, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the share of
-    replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
+    `sync/probe_abs_dlogp_nats` (the largest of all replicas), is bounded; see probe.py. If only some replicas exceed
+    the bound, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the
+    share of replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
     Bounds on `sync/mismatch_present_abs_dlogp_nats` and on the largest difference detect stale caches and restarts
     between syncs. `policy/lag_*` measures only the policy's lag; see lag_probe.py and docs/reference/metrics.md.
@@ -150,7 +150,7 @@ class WeightSync(RLCallback):
     ) -> None:
         """Checks sampled tokens against the weights that sampled them, before an update changes the weights."""
         checks_all, is_async = self.verify == "all", trainer.rollout.settings.max_staleness > 0
-        num_checked = module.num_minibatches if checks_all else 1  # in the first update epoch: each row once
+        num_checked = module.num_minibatches if checks_all else 1  # checks each row once, in the first update epoch
         rounding, interval = self._probe.rounding, 1 if checks_all or is_async else self._probe.interval
         if rounding is not None and index < num_checked and trainer.weight_version % interval == 0:
             self._answer_check.check(trainer, module, cast("ShardedExperience", minibatch), rounding)
@@ -212,7 +212,7 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
 
 
 class RankShares:
-    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks decide the same."""
+    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks make the same decision."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
@@ -232,12 +232,12 @@ class RankShares:
     def _part_buckets(
         self, trainer: RLTrainer, model: ParallelModel, bucket_bytes: int, part: Part, holders: Ranks
     ) -> Iterator[Bucket]:
-        """Returns buckets of a part's parameters: every rank's share, or all on rank 0 (`added` is small)."""
+        """Returns buckets of a part's parameters: each rank's share, or all on rank 0 for `added`, which is small."""
         names = "module" if trainer.engine is None else trainer.engine.parameter_names  # every rank has this setting
         make = functools.partial(model.full_parameters, part=part, names=names)
         if holders.size == 1 or part == "added":
             return make(bucket_bytes)
-        if self._rollout is not trainer.rollout:  # each stage opens a new one, on every rank
+        if self._rollout is not trainer.rollout:  # each stage opens a new rollout, on every rank
             self._rollout, self._folder = trainer.rollout, _shared_folder(trainer.rollout.engine, holders)
         if self._folder is None:
             return make(bucket_bytes)
@@ -286,7 +286,7 @@ def _shared_folder(engine: RolloutEngine | None, holders: Ranks) -> SharedFolder
         return folder
     if holders.is_main:
         log.warning(
-            "weight_folder=%s is not visible and writable for %s, so rank 0 gathers and writes all weights. Set "
+            "weight_folder=%s cannot be read and written by %s, so rank 0 gathers and writes all weights. Set "
             "engine.weight_folder to a folder that all trainer hosts share.",
             folder.root,
             ", ".join(f"rank {rank} on {host}" for rank, host in missing),

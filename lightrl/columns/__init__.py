@@ -7,7 +7,7 @@ All code on this path loops over the columns and never names one.
 
 Reading order:
     column.py       Column: dtype, fill value, how to join and cut its values (TokenArrays); functions for all columns
-    supports.py, routes.py, gaps.py, rewards.py, agents.py  declare one column each; topk.py, turns.py: two
+    supports.py, routes.py, gaps.py, rewards.py, agents.py  declare one column each; topk.py and turns.py, two each
 
 May import: errors. Reward workers import this package, so modules must not import torch or numpy at the top level.
 

@@ -31,7 +31,7 @@ class TokenArray(Sequence[_Number]):
         as_runs: store each run of equal numbers as the number and the run's end, unless that takes more memory.
 
     Raises:
-        TypeError, OverflowError: if a number does not fit the dtype; float32 rounds.
+        TypeError, OverflowError: if a number does not fit the dtype; float32 values are rounded.
     """
 
     __slots__ = ("_ends", "_values", "code")
@@ -201,7 +201,7 @@ class Column:
         field: the column's name in an Experience, where float64 becomes float32, and int32 int64. None means `name`.
         is_hidden: hide it from user code and reward workers.
         is_model_input: models read it in a forward pass; otherwise only the loss reads it.
-        is_of_sampler: among models, only the policy that sampled the tokens reads it.
+        is_of_sampler: of all models, only the policy that sampled the tokens reads it.
     """
 
     name: str
@@ -295,7 +295,7 @@ class Column:
         if len(widths) > 1:
             raise ValueError(
                 f"Trajectories have different numbers of {self.name} per token, {sorted(widths)}, but all must come "
-                "from the trainer's model and sampling. Let the engine serve that model."
+                "from the trainer's model and sampling. Serve that model with the engine."
             )
         if not widths:
             return None
@@ -305,7 +305,7 @@ class Column:
         return arrays if self.is_coded or self.width == 1 else [array.reshape(-1, width) for array in arrays]
 
     def _default(self, trajectory: Any, width: int) -> Values:
-        """Returns the values for a trajectory that lacks the column while others have it."""
+        """Returns the values for a trajectory that lacks the column, if other trajectories have it."""
         return self.filled(len(trajectory.token_ids), width)
 
     def _width(self, values: Values, num_tokens: int) -> int:
@@ -314,7 +314,7 @@ class Column:
         return len(values) // num_tokens if num_tokens else 0
 
     def _indices(self, values: Values, num_tokens: int, tokens: Sequence[int]) -> list[int]:
-        """Returns the index of each of these tokens' first value; the token `num_tokens` stands for the end."""
+        """Returns the index of each of these tokens' first value; for the token `num_tokens`, returns the end."""
         width = self._width(values, num_tokens)
         return [token * width for token in tokens]
 
@@ -344,7 +344,7 @@ def reserve(names: Iterable[str]) -> None:
 def register(column: Column) -> None:
     """Registers a column, so that completions may contain it and it travels with their tokens to the loss.
 
-    Every process that handles trajectories must do this; workflow workers receive rank 0's registered columns.
+    Every process that handles trajectories must register it; workflow workers receive rank 0's registered columns.
 
     Raises:
         ValueError: if the column's name, or the name of one of its fields, is already taken.
@@ -360,7 +360,7 @@ def register(column: Column) -> None:
 
 
 def registered() -> tuple[Column, ...]:
-    """Returns the registered columns in order of registration; those of TOKENS are not among them."""
+    """Returns the registered columns in order of registration, without those of TOKENS."""
     return tuple(_columns.values())
 
 

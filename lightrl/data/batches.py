@@ -48,7 +48,7 @@ class EpochLoader(Generic[T]):
         first, num = 0, len(self)
         per_epoch = num
         if self._trainer is not None:
-            # Read only now that the first batch is requested: Lightning makes the iterator before it sets its counters.
+            # Read only at the first request, because Lightning makes the iterator before it sets its counters.
             first = self._trainer.fit_loop.epoch_loop.batch_progress.total.completed
             per_epoch = min(num, int(self._trainer.num_training_batches))
         for position in range(first, first + num):  # Lightning stops at the end of its epoch

@@ -43,7 +43,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_messages(value: object, role: str, *, column: str, where: str) -> Messages:
-    """Reads a column's chat messages or their JSON text; other text, or a list of content parts, is one message."""
+    """Reads a column's chat messages or their JSON text; other text, or a list of content parts, becomes a message."""
     value = chat_of_text(value, f"{where}: {column!r}")
     if isinstance(value, str | int | float):
         return [{"role": role, "content": str(value)}]
@@ -76,7 +76,7 @@ def is_whole_chat(chat: Messages) -> bool:
 
 
 def shared_prompt(chats: Sequence[Messages]) -> Messages:
-    """Returns the messages that all chats begin with; for a single chat, those before the first assistant message."""
+    """Returns the messages that all chats begin with; for a single chat, all before the first assistant message."""
     num = 0
     for message, *others in zip(*chats, strict=False):
         if any(other != message for other in others) or (not others and message["role"] == "assistant"):
@@ -107,7 +107,7 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
 def row_messages(
     row: Row, prompt: object, *, prompt_column: str, prompt_template: str, system_prompt: str | None, where: str
 ) -> Messages:
-    """Returns a row's prompt as messages: the system prompt, if any, then the user's turn.
+    """Returns a row's prompt as messages: the system prompt (if set), then the user's turn.
 
     Args:
         prompt: text for the template, or chat messages, which are used unchanged.

@@ -45,7 +45,7 @@ _MAX_DROPPED = 100_000  # how many consecutive rows may be dropped
 
 @dataclass(frozen=True)
 class CompletedPrompt(Prompt):
-    """A prompt with the token ids of its completions, each with an end token."""
+    """A prompt with the token ids of its completions, each of which ends with an end token."""
 
     completion_ids: list[list[int]] = field(default_factory=list)
     is_generated: list[list[bool]] = field(default_factory=list)  # False for tokens between the policy's turns
@@ -100,7 +100,7 @@ class ReadAhead(Generic[Item]):
 
     def _begin(self, number: int) -> None:
         if not self.wait(READ_TIMEOUT_S):  # two threads at once would count a window's rows twice
-            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The disk with the data may hang.")
+            raise TimeoutError(f"Reading ahead took more than {READ_TIMEOUT_S:g} s. The data's disk may be hanging.")
         self._next = (number, submit(lambda: self.make(number), name="lightrl-data"))
 
 
@@ -183,7 +183,7 @@ class CompletionDataModule(PromptDataModule):
 
     A completion is text, a message, a message's parts, or messages: the policy's turn, optionally followed by other
     messages and more turns. All turns are trained on. If all completions are whole chats, their common first
-    messages are the prompt, and no prompt column is needed. If there is one, the chats must begin with its messages.
+    messages are the prompt, and a prompt column is optional; the chats must begin with its messages.
 
     Args:
         train, validation, test: as in PromptDataModule.
@@ -350,7 +350,7 @@ class CompletionDataModule(PromptDataModule):
         )
 
     def state_dict(self) -> JsonObject:
-        """Returns PromptDataModule's state and, if rows are not all read at the start, where reading continues."""
+        """Returns PromptDataModule's state and, unless all rows are read at the start, where to continue reading."""
         if self._windows is None:
             return super().state_dict()
         stream = self.prompt_stream.state_dict(self._windows.first_position)

@@ -117,7 +117,7 @@ def _check_map_style(loader: DataLoader[Any]) -> None:
     )
     if not is_plain:
         raise ValueError(
-            f"The loader uses a {type(sampler).__name__}, but each prompt must come once per epoch, in order or "
+            f"The loader uses a {type(sampler).__name__}, but each prompt must appear once per epoch, in order or "
             "shuffled. Set shuffle on the DataLoader instead of sampler, and select rows in its dataset."
         )
 

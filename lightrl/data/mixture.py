@@ -1,4 +1,4 @@
-"""DataSource: a weighted source of rows; MixtureOrder: decides which source's row comes at each position.
+"""DataSource: a weighted source of rows; MixtureOrder: decides which source's row is at each position.
 
     train:                                        # in YAML, for any data module
       - {source: openai/gsm8k, name: main, weight: 3}
@@ -38,14 +38,14 @@ class DataSource:
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, a local dataset folder, a folder of
             tasks, or the dotted path of a function that accepts `split` and `arguments` and returns dicts.
-        weight: this source's share among several; only the ratios matter.
+        weight: this source's share of the rows if there are several sources; only the ratios of weights matter.
         name: configuration of a hub dataset, for example `main`.
         split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
         columns: new column names → the source's column names, for example `{question: problem, answer: solution}`.
         arguments: keyword arguments for a function or a folder of tasks.
         max_rows: use only the first rows; None uses all.
         label: names the source in prompt ids and, if set, in metrics like `rollout/reward/LABEL`; None uses its index.
-        task: the source's own workflow, reward, group size and length limit, also for this label in other splits.
+        task: the source's own workflow, reward, group size and length limit; applies to this label in all splits.
         streaming: read the rows in order as they are needed.
         shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
     """
@@ -79,8 +79,8 @@ class DataSource:
             )
 
 
-# The command line parses a mapping as the first type that fits, so DataSource is first; without Path, it would read
-# settings from a file that is named here.
+# The command line parses a mapping as the first type that fits, so DataSource is first. Without Path, it would read a
+# file named here as settings.
 Source: TypeAlias = DataSource | list[DataSource] | str | Path
 
 
@@ -163,7 +163,7 @@ class MixtureOrder:
         return source, int(self._order(size, seed, epoch)[index]) if self.shuffle else index
 
     def __str__(self) -> str:
-        """Describes what determines the order, apart from the rows."""
+        """Describes the settings that determine the order of the rows."""
         order = f"shuffled by seed {self.seed}" if self.shuffle else "in order"
         shares = ", ".join(
             f"{size or 'unknown'} rows of weight {weight:g}"

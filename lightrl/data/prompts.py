@@ -97,7 +97,7 @@ class PromptDataModule(L.LightningDataModule):
             Use None only in a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
         test: the same for test and predict; None uses the validation prompts.
-        batch_size: prompts per iteration, which is also groups per iteration.
+        batch_size: prompts, and therefore groups, per iteration.
         row_filter: a function of a row, or its dotted path; rows for which it returns False are dropped and counted.
         bad_rows: what to do with a row that is invalid JSON or gives no prompt: raise an `error`, or `drop` it.
         max_bad_fraction: with `bad_rows: drop`, the largest fraction of a split's rows, 0 to 1, that may be bad.
@@ -168,7 +168,7 @@ class PromptDataModule(L.LightningDataModule):
         self.max_prompt_tokens, self.min_prompt_tokens = max_prompt_tokens, min_prompt_tokens
         self.prompt_overflow = prompt_overflow
         self.shuffle, self.seed = shuffle, seed
-        self.prompts: dict[Split, RowPrompts] = {}  # only splits that are set up
+        self.prompts: dict[Split, RowPrompts] = {}  # only splits that have been set up
         self._attached: PolicyInputs | None = None
         self._stream: PromptStream | None = None
         self._rows: dict[Split, list[SourceRows]] = {}  # an entry for each source of a split
@@ -392,7 +392,7 @@ class PromptDataModule(L.LightningDataModule):
                 limits = self._limits()
                 raise ValueError(
                     f"All {num_rows} rows of {required}={', '.join(names)} were dropped by row_filter or a length limit"
-                    f"{limits and f' ({limits} tokens)'}. Loosen it."
+                    f"{limits and f' ({limits} tokens)'}. Loosen one of them."
                 )
             raise ValueError(
                 f"{type(self).__name__} has no {required} prompts ({required}={', '.join(names) or None}). Set "

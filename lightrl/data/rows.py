@@ -1,9 +1,9 @@
 """Rows of a data file, a hub dataset or a function, by index, with errors that name the file and the line or row.
 
 Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
-Arrow and CSV files and hub datasets into memory, from its cache. CSV values stay text. A .json file is read whole. A
+Arrow and CSV files and hub datasets into memory, from its cache. CSV values remain text. A .json file is read whole. A
 .jsonl file above 64 MiB is mapped into memory, so it must not change in place during a run. Text files may be gzipped.
-Messages name a row of a .jsonl or .csv file by its line, and others by their number; both count from 1.
+Messages name a row of a .jsonl or .csv file by its line, and other rows by number; both count from 1.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _BOM = b"\xef\xbb\xbf"
 _BREAK = re.compile("\r\n|\r|\n")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _POINTER = b"version https://git-lfs.github.com/"
-_MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to it do no harm
+_MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to the file have no effect
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
 _PROGRESS_S = 5.0  # interval of log messages while a large file is scanned
@@ -326,7 +326,7 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
             with gzip.open(path) as file:
                 shutil.copyfileobj(file, copy)
         except (EOFError, gzip.BadGzipFile, OSError) as error:
-            raise ValueError(f"Data file '{path}' cannot be unpacked: {error}. Write it again.") from error
+            raise ValueError(f"Data file '{path}' cannot be unpacked: {error}. Create it again.") from error
         copy.flush()
         return mmap.mmap(copy.fileno(), 0, access=mmap.ACCESS_READ) if copy.tell() else b""
 
@@ -343,7 +343,7 @@ def read_lines(path: Path) -> Iterator[NamedRow]:
 
 
 def _line_starts(content: mmap.mmap | bytes, path: Path) -> Iterator[tuple[int, int]]:
-    """Yields the numbers, from 1, and offsets of the lines that are not blank."""
+    """Yields the number (from 1) and the offset of each line that is not blank."""
     start, num_lines, reported_at = 0, 0, time.monotonic()
     while start < len(content):
         end = content.find(b"\n", start)
@@ -408,7 +408,7 @@ def read_csv(path: Path) -> Iterator[NamedRow]:
     try:
         names = reader.fieldnames or []
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"Data file '{path}' has two columns {repeated[0]!r}. Rename one of them.")
+            raise ValueError(f"Data file '{path}' has two columns named {repeated[0]!r}. Rename one of them.")
         for row in reader:
             extra: Any = row.pop(None, [])  # values beyond the named columns
             values = [value for value in (*row.values(), *extra) if value is not None]

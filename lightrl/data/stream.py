@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROWS_AT_ONCE = 256  # how many rows are read, or rendered with one call of the tokenizer
+ROWS_AT_ONCE = 256  # how many rows are read at once, or rendered with one call of the tokenizer
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
 _ASSUMED_ROWS = 1000  # number of rows that a streamed source is assumed to have
 _MAX_MADE = 4096  # how many prepared prompts are kept
@@ -51,11 +51,11 @@ class LocatedRow(NamedTuple):
 class SourceRows(ABC):
     """The rows of one source, each identified by a key.
 
-    A run reads the source repeatedly, in passes. A row's number counts over all passes.
+    A run reads the source repeatedly, in passes. Row numbers continue from one pass to the next.
     """
 
     source: DataSource
-    prefix: str  # begins the ids of the source's prompts
+    prefix: str  # start of the ids of the source's prompts
 
     @property
     @abstractmethod
@@ -142,7 +142,7 @@ def without_errors(made: Iterable[T | ValueError]) -> list[T]:
 
 @dataclass
 class BadRows:
-    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 if their number is unknown.
+    """Drops a split's bad rows if they are few: at most a fraction of its rows, or of 1,000 if the total is unknown.
 
     Rows that are read again in later epochs count again, good or bad.
     """
@@ -163,10 +163,10 @@ class BadRows:
         if self.num_bad > self.max_fraction * max(self.num_read, self.num_rows or _ASSUMED_ROWS):
             return ValueError(
                 f"Bad rows: {self.num_bad} of the first {self.num_read}, more than max_bad_fraction="
-                f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last: {made}"
+                f"{self.max_fraction:g} of all. Run `lightrl doctor data`, and fix the rows. The last one: {made}"
             )
         if self.num_bad == 1:
-            logger.warning("Bad rows are dropped (bad_rows: drop). The first: %s", made)
+            logger.warning("Dropping bad rows (bad_rows: drop). The first one: %s", made)
         return None
 
 
@@ -216,7 +216,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self.at(selected) if isinstance(selected, range) else self.at([selected])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
-        """Returns the prompts of these rows, counted over all sources; raises ValueError for a bad row."""
+        """Returns the prompts of these rows, numbered across all sources; raises ValueError for a bad row."""
         sizes = [part.num_rows or 0 for part in self.parts]
         starts = [0, *itertools.accumulate(sizes)]
 
@@ -319,7 +319,7 @@ class PromptStream:
 
     Args:
         prompts: the prompts of one epoch, in the order of the data.
-        batch_size: prompts per iteration, which is also groups per iteration.
+        batch_size: prompts, and therefore groups, per iteration.
 
     Raises:
         ValueError: if there are fewer prompts than one iteration needs, or two have the same id.

@@ -36,8 +36,8 @@ class Task:
     """The settings for the prompts of one source; None uses the module's setting.
 
     Args:
-        workflow: as the module's `workflow`: the source's turns, environment, tools or agent.
-        reward: as the module's `reward`; it gets its own worker processes.
+        workflow: replaces the module's `workflow`, with the source's turns, environment, tools or agent.
+        reward: replaces the module's `reward`; it gets its own worker processes.
         group_size: G, trajectories per prompt. The advantages of a group do not depend on the other groups' sizes, but
             with `loss_reduction: sequence`, a prompt's weight is its number of trajectories.
         max_new_tokens: token limit of a completion, at most the module's `sampling.max_new_tokens`.
@@ -106,7 +106,7 @@ class Tasks(dict[str, Task]):
         return TaskRewards(default, own)
 
     def lines(self, module: Any) -> list[str]:
-        """Describes what applies to each source, for the log and for `lightrl plan`."""
+        """Describes the settings of each source, for the log and for `lightrl plan`."""
         lines = []
         for source, task in {**{f"source {label}": task for label, task in self.items()}, "others": Task()}.items():
             size, limit = task.group_size or module.group_size, task.max_new_tokens or module.sampling.max_new_tokens
@@ -129,7 +129,7 @@ class WorkflowOfSource(Workflow):
     """Runs each prompt with the workflow of its source.
 
     Args:
-        default: for prompts of sources without a workflow.
+        default: runs the prompts of sources without a workflow.
         workflows: source label → workflow.
         limits: source label → token limit of a completion.
     """

@@ -18,10 +18,10 @@ class TrajectoryDataModule(L.LightningDataModule):
     """Trains an RLModule on recorded trajectories, without an engine, a rollout or a reward.
 
     With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files, if that run
-    used `TrajectoryLog(every_n_iterations=1)`. A different loss shows the effect of that loss on the same trajectories.
-    Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the trainer
-    (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the files,
-    even after a resume. After the last iteration of the files, the run starts over with the first.
+    used `TrajectoryLog(every_n_iterations=1)`. With a different loss, it shows the effect of that loss on the same
+    trajectories. Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the
+    trainer (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the
+    files, even after a resume. After the last iteration of the files, the run starts over with the first.
 
     Args:
         path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.

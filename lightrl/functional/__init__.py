@@ -20,7 +20,7 @@ Reading order:
 May import: errors, checks, columns, trajectory.
 
 To add an equation, write a pure function in the matching file. It checks shapes on entry, and its docstring has
-`Source:`. Test it in tests/functional/ against a value worked by hand and an independent slow implementation.
+`Source:`. Test it in tests/functional/ against a value worked out by hand and an independent slow implementation.
 """
 
 from lightrl.functional.advantages import batch_normalized, group_advantages, optimal_advantages

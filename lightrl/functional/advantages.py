@@ -25,7 +25,7 @@ def group_advantages(
     unbiased: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Computes (r - mean) / (std + eps); mean and std are those of the trajectory's group or of the batch, or left out.
+    """Computes (r - mean) / (std + eps); mean and std are over a trajectory's group or the batch, or omitted.
 
     GRPO is the default, Dr. GRPO `std=None`, RLOO `leave_one_out=True, std=None`, REINFORCE with a baseline
     `mean="batch", std=None`, LitePPO `mean="group", std="batch"` (the standard deviation of all rewards in the batch).

@@ -81,6 +81,6 @@ class BranchRows:
     def join(self, values: Tensor) -> Tensor:
         """Copies outputs [R, W, ...] to tree order [B, T, ...], each from the token's first row; keeps the gradient.
 
-        Padding becomes 0, the value at row 0, column 0, which nothing predicts.
+        Padding gets the value at row 0, column 0, which is 0 because nothing predicts that token.
         """
         return values[self.tree_rows, self.tree_columns]

@@ -1,4 +1,4 @@
-"""Score centering: subtracts the mean that the policy gradient has if sampler and trainer probabilities differ.
+"""Score centering: subtracts the policy gradient's mean, which is not 0 if sampler and trainer probabilities differ.
 
 Shapes: K, the sampler's most likely tokens at a position; any number of positions. Logprobs are in nats.
 """

@@ -1,4 +1,4 @@
-"""ChunkBuffers: memory for the logits of a chunk of positions, which all chunks use in turn.
+"""ChunkBuffers: memory for the logits of one chunk of positions, reused by every chunk.
 
 If each chunk allocated memory, glibc's heap would grow with the number of tokens: it keeps freed tensors of less than
 32 MiB, and small tensors allocated in the gaps leave no room for later chunks.

@@ -34,7 +34,7 @@ class ImportanceWeights:
     estimate of KL(behavior ‖ proximal): with r the ratio, k1 is -log r, k2 is (log r)²/2, k3 is r - 1 - log r.
 
     Source: decoupled PPO, https://arxiv.org/abs/2110.00641, and AReaL, https://arxiv.org/abs/2505.24298; truncated
-    importance sampling, https://fengyao.notion.site/off-policy-rl; masked, by trajectory,
+    importance sampling, https://fengyao.notion.site/off-policy-rl; masking whole trajectories,
     https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda;
     IcePop, https://arxiv.org/abs/2510.18855; the estimators, http://joschu.net/blog/kl-approx.html.
 
@@ -44,10 +44,10 @@ class ImportanceWeights:
         mode: a weight beyond a bound becomes 0 ("mask") or the bound ("clamp").
         level: "token"; "sequence", which gives each token the geometric mean of its trajectory's weights; or
             "product", which gives each token their product, the trajectory's exact weight.
-        metric: what the bounds apply to: the weight ("ratio"), or the estimate "k1", "k2" or "k3", in nats. An estimate
+        metric: the quantity to bound, the weight ("ratio") or the estimate "k1", "k2" or "k3", in nats. An estimate
             requires mode "mask".
         aggregation: bounds whole trajectories by the "mean", "sum" or "max" of the metric over their loss tokens (for
-            "ratio", mean and sum are of log r). None depends on the level: "token" bounds each token, "sequence" the
+            "ratio", mean and sum are of log r). None chooses by level: "token" bounds each token, "sequence" the
             mean, "product" the sum.
         approximate_proximal: interpolate the proximal logprobs (`interpolated_proximal_logprobs`) instead of running a
             forward pass for them.
@@ -164,7 +164,7 @@ def interpolated_proximal_logprobs(
     https://arxiv.org/abs/2512.06547.
 
     Args:
-        logprobs: [B, T] of the policy being trained; get no gradient.
+        logprobs: [B, T] of the policy being trained; treated as constants.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         weight_versions: int [B, T], b for each token.
         weight_version: v, the version of the weights at the start of the update.

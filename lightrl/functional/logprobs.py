@@ -40,7 +40,7 @@ def can_compile(device_type: str) -> bool:
     """
     if device_type != "cuda":
         return False
-    # All models share the layers' code, which is recompiled per variant (frozen, shared prompts, autocast, a window).
+    # Models share the layers' code, which is recompiled per variant (frozen, shared prompts, autocast, sliding window).
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # default: 8
     try:
         torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
@@ -57,8 +57,8 @@ def _trial(values: Tensor) -> Tensor:
 
 # Up to this number of logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.
 _KEPT_LOGITS = 2**24
-# Logits per chunk above that. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary of
-# 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
+# Logits per chunk beyond that number. Smaller chunks read the head more often: on a CPU, 512 tokens with a vocabulary
+# of 50,000 took 0.9 s with 2^24 and 2^22, 1.4 s with 2^20, 3.9 s with 2^18. A GPU needs a few hundred rows at a time;
 # fused chunks make no float32 copies.
 _CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26, "fused": 2**28}
 

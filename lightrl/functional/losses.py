@@ -20,7 +20,7 @@ from lightrl.functional.reduction import neutralize
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
-# Normal log-ratios are below 1; exp of a log-ratio much above 20 overflows.
+# Typical log-ratios are below 1; exp of a log-ratio much above 20 overflows.
 MAX_LOG_RATIO = 20.0
 
 # Far below any weight that has an effect, and far above the smallest positive float.
@@ -33,8 +33,8 @@ def kl(logprobs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator = "k
     With d = logprobs - reference_logprobs: k1 is d (unbiased, may be negative), k2 is d²/2 (biased, low variance), k3
     is exp(-d) - 1 + d (unbiased, never negative). Expectations are over tokens that the policy itself sampled.
 
-    A loss uses only the gradient. In expectation, k1 has gradient 0, k2 has the gradient of KL(policy ‖ reference), and
-    k3 has the gradient of KL(reference ‖ policy), which is the same to first order.
+    In a loss, only the gradient matters. In expectation, k1 has gradient 0, k2 has the gradient of KL(policy ‖
+    reference), and k3 has the gradient of KL(reference ‖ policy), which is the same to first order.
 
     Source: J. Schulman, Approximating KL divergence, http://joschu.net/blog/kl-approx.html; gradients,
     https://arxiv.org/abs/2506.09477 and https://arxiv.org/abs/2510.01555.
@@ -103,9 +103,9 @@ def topk_divergence(
     only where they agree. It is at most the divergence over the whole vocabulary (the data-processing inequality), and
     equal to it if K is the vocabulary size. With P the teacher and Q the policy:
 
-    reverse_kl, KL(Q ‖ P), falls as the policy avoids what the teacher would not generate. forward_kl, KL(P ‖ Q), falls
-    as the policy covers everything that the teacher would generate. jsd is β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) with the
-    mixture M = β·P + (1 - β)·Q; it is bounded, and symmetric at β = 1/2.
+    reverse_kl, KL(Q ‖ P), falls as the policy avoids tokens that the teacher would not generate. forward_kl, KL(P ‖ Q),
+    falls as the policy covers everything that the teacher would generate. jsd is β·KL(P ‖ M) + (1 - β)·KL(Q ‖ M) with
+    the mixture M = β·P + (1 - β)·Q; it is bounded, and symmetric at β = 1/2.
 
     Source: GKD, https://arxiv.org/abs/2306.13649, section 2 and equation 1.
 
@@ -154,7 +154,7 @@ _MIN_REST = 1e-9  # minimum probability of all other tokens; rounding can raise 
 
 
 def policy_ratio(logprobs: Tensor, proximal_logprobs: Tensor) -> Tensor:
-    """Returns policy ÷ proximal policy for each token, [B, T]; the gradient goes to `logprobs` only."""
+    """Returns policy ÷ proximal policy for each token, [B, T]; the gradient flows only to `logprobs`."""
     check_same_shape(logprobs=logprobs, proximal_logprobs=proximal_logprobs)
     return bounded_exp(logprobs - proximal_logprobs.detach())
 
@@ -294,8 +294,8 @@ def sapo_loss(
 def tapered_weights(logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """TOPR's weight on each token's policy gradient: 1 where the advantage is above 0, min(ratio, 1) elsewhere.
 
-    Tokens that did better than expected keep their full weight. Others lose weight as the policy makes them less
-    likely. No weight is above 1, so stale data cannot make the gradient large.
+    Tokens that did better than expected keep their full weight. Other tokens lose weight as the policy makes them
+    less likely. No weight is above 1, so stale data cannot make the gradient large.
 
     Source: TOPR, https://arxiv.org/abs/2503.14286, but with the token's ratio instead of the trajectory's.
 
@@ -344,7 +344,7 @@ def leaves_trust_region(logprobs: Tensor, behavior_logprobs: Tensor, advantages:
 
     The distance is the KL divergence over two outcomes, this token or any other. With q and p the token's probability
     under the behavior and the trained policy, it is q log(q/p) + (1 - q) log((1 - q)/(1 - p)). A bound on the ratio
-    would stop rare tokens too early and likely ones too late.
+    would stop rare tokens too early and likely tokens too late.
 
     Source: DPPO with the binary KL, https://arxiv.org/abs/2602.04879.
 

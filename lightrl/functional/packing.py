@@ -41,7 +41,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
         rows_of[length].append(row)
     distinct = sorted(rows_of)
     num_shorter = [0]  # [end]: the number of trajectories shorter than distinct[end]
-    best_cost, best_start = [0], [0]  # [end]: their lowest cost, and the index in `distinct` of their last rectangle
+    best_cost, best_start = [0], [0]  # [end]: their lowest cost, and where their last rectangle starts in `distinct`
     for end, longest in enumerate(distinct, start=1):
         num_shorter.append(num_shorter[-1] + len(rows_of[longest]))
         cost, start = min((best_cost[start] - num_shorter[start] * longest, start) for start in range(end))
@@ -59,7 +59,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
 def bins(sizes: Sequence[int], max_size: int) -> list[list[int]]:
     """Partitions items into bins of at most `max_size` by best-fit decreasing; a larger item gets its own bin.
 
-    If grouping items of similar size needs no more bins, does that instead, so that rectangles have little padding.
+    Groups items of similar size instead if this needs no more bins, so that rectangles have little padding.
 
     Returns:
         Indices into `sizes`, the largest item of each bin first. Every index is in exactly one bin.

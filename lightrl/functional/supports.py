@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from lightrl.functional.device_copy import on_host, to_device
 
 _BITS = 7  # each byte holds seven bits of a number; the eighth is set if more bytes follow
-_MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # smallest numbers of 2, 3, 4 and 5 bytes
+_MORE_BYTES = [2 ** (_BITS * count) for count in range(1, 5)]  # smallest numbers that need 2, 3, 4 and 5 bytes
 
 _Ints = np.ndarray[Any, np.dtype[Any]]
 _Pair = tuple[Tensor, Tensor]
@@ -41,7 +41,7 @@ def encode_supports(rows: _Ints, ids: _Ints, sampled: _Ints, vocabulary: int | N
         rows: int [M], ascending: index of the token that each id belongs to.
         ids: int [M], the supports' ids, ascending within a token. A token has no ids if any token could be sampled.
         sampled: int [n], the sampled tokens.
-        vocabulary: V, which reveals supports that are the whole vocabulary; None if unknown.
+        vocabulary: V, to detect supports that are the whole vocabulary; None if unknown.
     """
     num = len(sampled)
     counts = np.bincount(rows, minlength=num)

@@ -154,7 +154,7 @@ def test_every_algorithm_measures_from_the_adapters_that_training_starts_from(tm
 def test_an_entropy_bonus_cannot_begin_where_entropies_have_no_gradient() -> None:
     module = make_module()
     module.entropy_coef = 0.1
-    with pytest.raises(ValueError, match="entropy_coef was 0 in the constructor"):
+    with pytest.raises(ValueError, match="Set entropy_coef in the constructor"):
         minibatch_gradient(module, random_experience())
 
 
@@ -226,7 +226,7 @@ def test_groups_of_one_are_allowed_where_nothing_is_compared_within_a_group() ->
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coef": 0.0}, "reference.coef must be above 0, got 0.0. For no KL term, leave out reference"),
+        ({"coef": 0.0}, "reference.coef must be above 0, got 0.0. To train without KL, omit reference"),
         ({"coef": 0.1, "estimator": "k4"}, "estimator must be k1, k2, k3 or None, got 'k4'"),
     ],
     ids=str,

@@ -89,7 +89,7 @@ def test_a_batch_of_items_becomes_rendered_prompts(plain_tokenizer: PreTrainedTo
         pytest.param(DataLoader(ITEMS, batch_size=None), r"no batch_size", id="no batch size"),
         pytest.param(
             DataLoader(ITEMS, sampler=WeightedRandomSampler([1.0] * 5, 5)),
-            r"uses a WeightedRandomSampler, but each prompt must come once",
+            r"uses a WeightedRandomSampler, but each prompt must appear once",
             id="another sampler",
         ),
         pytest.param(DataLoader(Items([3, 4])), r"Item 0 of the train loader must be .* got a int", id="no prompt"),

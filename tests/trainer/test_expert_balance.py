@@ -193,7 +193,7 @@ def test_two_ranks_balance_as_one_process_does(tmp_path: Path) -> None:
         (POLICY, ExpertBalance(RATE), "needs routers that choose by a bias"),
         (spec("deepseek_v3"), ExpertBalance(), "changes nothing for"),
         (spec("deepseek_v3"), ExpertBalance(loss_coef=COEF), "has no router_aux_loss_coef"),
-        (Role(spec("deepseek_v3"), lora=LoRA(rank=2)), ExpertBalance(RATE), "which lora leaves as it is"),
+        (Role(spec("deepseek_v3"), lora=LoRA(rank=2)), ExpertBalance(RATE), "which lora does not train"),
         (spec("deepseek_v3"), ExpertBalance(RATE), "needs the experts of each token"),
     ],
 )

@@ -123,7 +123,7 @@ LATE: dict[str, Any] = {**VALIDATED, "val_check_interval": 4, "check_val_every_n
         (
             lambda: EarlyStopping("val/reward", check_on_train_epoch_end=True),
             VALIDATED,
-            "it checks at the end of an ep",
+            "it checks only after an epoch",
         ),
         (lambda: ModelCheckpoint(monitor="val/reward", every_n_train_steps=4), VALIDATED, "every_n_train_steps=4, but"),
     ],

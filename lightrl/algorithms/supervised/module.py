@@ -1,7 +1,7 @@
 """The base class of SFT, DPO and reward models: a model trained on given data by Lightning's loop.
 
 A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
-measures its share of the rows, so the update equals that of one process.
+measures its share of the rows, so the update is the same as with one process.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ Intervals = list[tuple[int, int]]  # disjoint, in order
 
 _ADVICE = {
     "reward": "Increase model.reward_workers or make the reward faster; an LLM judge may need replicas.",
-    "score": "Increase model.microbatch_tokens as far as memory allows, or remove a model that nothing needs.",
+    "score": "Increase model.microbatch_tokens as far as memory allows, or remove models that you do not need.",
     "update": "Increase model.microbatch_tokens as far as memory allows, use more devices, or set update_epochs=1.",
     "sync": "Sync less often: make iterations larger, or set WeightSync.every_n_iterations.",
     "data": "Preparing prompts is too slow: prepare them once, or read them from local files.",
@@ -183,7 +183,7 @@ def advice_of(summary: SummaryJson) -> str:
         advice.append(f"Rollouts during the update (StalenessControl(max_staleness=1)) give at most {gain:.2f}x.")
     share = summary["rollout_tail_s"] / rollout if rollout else 0.0
     if share > 0.2:
-        advice.append(f"For {share:.0%} of the rollout, fewer than half of the generations ran: the longest delay it.")
+        advice.append(f"For {share:.0%} of the rollout, fewer than half of the generations ran: long ones delay it.")
     return " ".join(advice) or "Add servers (trainer.engine), or shorten completions (model.sampling.max_new_tokens)."
 
 

@@ -40,7 +40,7 @@ _MIB = 2**20
 class Trace(RLCallback):
     """Writes `<run folder>/trace/`: one file per process, and at the end `trace.json`, which joins them on one clock.
 
-    Open the trace at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even while a fit runs. At
+    Open the trace at https://ui.perfetto.dev, which uploads nothing, or in `lightrl inspect`, even during a fit. At
     the end, a summary is printed and written to `summary.json`: the mean time of each area, the area to look at first,
     the speed-up of an iteration without that area, each phase's peak memory, and the memory of each role's model. The
     callback skips as many iterations as needed to stay within `max_cost`.
@@ -98,7 +98,7 @@ class Trace(RLCallback):
             self._add_iteration(trainer.global_step, events, now_ns)
         now_s = time.perf_counter()
         self._cost_s += len(events) * _EVENT_S + now_s - now_ns / 1e9  # recording and writing
-        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # or skip iterations
+        self._tape.is_recording = self._cost_s <= self.max_cost * (now_s - self._start_s)  # False skips iterations
         self._since_ns = time.perf_counter_ns()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -156,7 +156,7 @@ class Trace(RLCallback):
         self._file = None
         problem = write_problem(error, self._folder)
         log.warning(
-            "The trace cannot be written to %s: %s. The run continues without its files.", self._folder, problem
+            "The trace cannot be written to %s: %s. The run continues without trace files.", self._folder, problem
         )
 
     def _watch_profiler(self, trainer: Any) -> None:

@@ -20,7 +20,7 @@ from lightrl.trace import Event, trace_files
 from lightrl.trace.spans import host_bytes
 
 # Barriers bound the offset of a machine's clock from rank 0's, without assumptions about the network: no rank leaves a
-# barrier before the last has arrived. So any reading after a barrier is later than any reading before it, on any rank,
+# barrier before the last rank arrives. So any reading after a barrier is later than any reading before it, on any rank,
 # and each barrier bounds the offset of two clocks from both sides.
 
 Reading = tuple[int, int]  # this rank's clock before and after a barrier, in ns
