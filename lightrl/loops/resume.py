@@ -90,7 +90,7 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Returns text like `model.group_size 8 → 4` for each changed setting; if a class changed, only of shared ones."""
+    """Describes each changed setting, like `model.group_size 8 → 4`; if a class changed, only its shared arguments."""
     are_complete = all("model.class_path" in settings for settings in (before, after))  # both come from a command
     common = before.keys() & after.keys()
     names = [name for name in dict.fromkeys([*before, *after]) if are_complete or name in common]
