@@ -129,7 +129,7 @@ class DataFlowGraph:
         return [call for call in self.calls if call.kind == kind]
 
     def before_rewards(self) -> set[str]:
-        """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
+        """Returns the names of the infer calls that can run before the rewards are known; the rest run afterwards.
 
         The set is empty if any call other than the advantages reads rewards, because that call must wait for them too.
         """

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NEEDS_OUR_TRAINER = (
-    "An RLModule needs lightrl.Trainer, whose loop rolls out and calls loss, but it was given Lightning's own Trainer. "
+    "An RLModule needs lightrl.Trainer, whose loop does the rollouts and calls loss, but got Lightning's own Trainer. "
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
@@ -400,7 +400,7 @@ class RLModule(TrainedModule):
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
-        """Lists the roles that checkpoints contain; all others are loaded again from their source."""
+        """Lists the roles that checkpoints contain; other roles are loaded again from their source."""
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:

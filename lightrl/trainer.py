@@ -328,7 +328,7 @@ class Trainer(RLTrainer):
         is_fit: bool = False,
     ) -> Iterator[None]:
         """Checks that trainer and module fit together, before any model is built; hides intended warnings inside."""
-        if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, all others would wait for it
+        if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, the rest would wait for it
             check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved

@@ -428,7 +428,7 @@ class Trajectory:
             for_training: False leaves out hidden columns.
 
         Raises:
-            TypeError, ValueError: if JSON cannot hold a field.
+            TypeError, ValueError: if JSON cannot represent a field.
         """
         encoded = ("prompt", "columns", "_arrays", *_ARRAYS)
         others = {name: value for name, value in vars(self).items() if name not in encoded}
@@ -572,7 +572,7 @@ def _as_plain(value: object) -> object:
         return value.text
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+    raise TypeError(f"it contains {value!r:.100} ({type(value).__name__})")
 
 
 def files_of(path: Path) -> list[Path]:

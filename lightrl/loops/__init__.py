@@ -1,7 +1,7 @@
 """The training loop: for each training batch, Lightning's fit loop runs one iteration of an RLModule.
 
 Reading order:
-    rollout_stage.py  opens, checks and closes what a fit or validate needs: reward worker, engine, rollout
+    rollout_stage.py  opens, checks and closes the reward worker, engine and rollout of a fit or validate
     rollout_loop.py   one iteration from groups to new weights, called by Lightning's fit loop; Ctrl-C and SIGTERM
     score.py          model calls and advantages on the whole iteration, each as soon as its inputs are ready
     update.py         loss and metrics of a minibatch, which do not depend on its division into microbatches or ranks

@@ -116,7 +116,7 @@ class Resume:
     def __init__(self, trainer: RLTrainer, guard: GradientGuard) -> None:
         self.trainer = trainer
         self.guard = guard
-        self.why_no_checkpoint: str | None = None  # why a checkpoint would be wrong at this moment
+        self.why_no_checkpoint: str | None = None  # why a checkpoint saved now would be wrong
         self._rollout_state: Settings | None = None  # from the last fit or a checkpoint, for the next rollout
         self._is_restored = False  # whether the open rollout has loaded that state
         self._optimizers: OptimizerSettings = []  # set by this fit's `configure_optimizers`

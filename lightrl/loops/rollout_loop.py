@@ -61,7 +61,7 @@ class InterruptGate:
         """Forgets the signals of earlier stages."""
         self.is_held = False
         self.is_terminated = False  # a SIGTERM was held back
-        self.is_announced = False  # the user knows that the run is going to end
+        self.is_announced = False  # a message has said that the run is going to end
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if a SIGINT was held back."""
@@ -113,7 +113,7 @@ class InterruptGate:
         """Makes Ctrl-C and SIGTERM stop all ranks at the same point, which rank 0 chooses. Does nothing with one rank.
 
         A terminal sends Ctrl-C to all processes, and Slurm sends SIGTERM to all tasks. A rank that stopped alone would
-        leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
+        leave the other ranks waiting in a collective. A second Ctrl-C on rank 0 is not held back.
         """
 
         def terminate(number: int, frame: FrameType | None) -> None:
@@ -181,7 +181,7 @@ class RolloutLoop(_AutomaticOptimization):
             self.gate.check()
         trainer, resume = self.trainer, self.resume
         trainer.phase_seconds, trainer.is_in_iteration = {}, True
-        with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
+        with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these steps
             trainer.call_rl_hook("on_rollout_start")
             with self._phase("rollout"):
                 groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
@@ -212,7 +212,7 @@ class RolloutLoop(_AutomaticOptimization):
         A resumed run could not reproduce the global random state, because data loaders and validation also use it.
         """
         is_cuda = module.device.type == "cuda"
-        # On a CPU, torch.manual_seed would format the stack once for each kind of accelerator that is missing.
+        # On a CPU, torch.manual_seed would format the call stack once for each missing kind of accelerator.
         set_seed: Any = torch.manual_seed if is_cuda else torch.default_generator.manual_seed
         with torch.random.fork_rng(devices=[module.device] if is_cuda else []):
             set_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
@@ -226,7 +226,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, self._make_experience(module, trajectories), trajectories, left_out=set())
 
     def _score_before_rewards(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
-        """Runs the calls that need no rewards while the last rewards are pending, then all others."""
+        """Runs the calls that need no rewards while the last rewards are pending, then the remaining calls."""
         rollout, graph = self.trainer.rollout, module.data_flow()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         scored = graph.before_rewards()

@@ -1,6 +1,6 @@
 """RolloutStage: opens the models, reward worker, engine and rollout for `fit`, `validate`, `test` or `predict`.
 
-It checks settings before it uses a device, logs the settings that it derives, and always closes what it opened.
+It checks settings before it uses a device, logs the settings that it derives, and always closes everything it opened.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
     BaseFinetuning: (
         "it freezes layers before the models are loaded. In configure_model, call super().configure_model(), then "
-        "requires_grad_(False) on what to freeze."
+        "requires_grad_(False) on the layers to freeze."
     ),
 }
 
@@ -95,7 +95,7 @@ class RolloutStage:
     """Opens a stage and closes it again.
 
     Args:
-        trainer: the trainer; `open_rollout` is set while the stage is open, and `engine` to LocalEngine if it is None.
+        trainer: its `open_rollout` is set while the stage is open; its `engine` becomes LocalEngine if it is None.
         resume: keeps the rollout's state when the stage closes, and loads it into the next rollout.
     """
 

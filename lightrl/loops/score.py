@@ -216,7 +216,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Adds the reward model's scores to the rewards; raises ValueError if all are 0, a sign of an untrained head."""
     scores = experience["reward_model_scores"]
-    if not scores.any():  # undetectable while the model is on the meta device
+    if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}

@@ -114,7 +114,7 @@ class SharedRollout:
 
     Args:
         start: makes the controller; called only on rank 0. The other ranks wait for it and raise its errors.
-        run_seed, settings: the controller's.
+        run_seed, settings: the controller's run seed and settings.
     """
 
     is_recorded = False
@@ -133,7 +133,7 @@ class SharedRollout:
         self._taken: ShardedExperience | None = None
         ranks.step()  # the report of a hang shows which ranks got this far
         if ranks.is_main:
-            with self._errors_to_all(), ranks.own_deadline():  # enforced by the engine
+            with self._errors_to_all(), ranks.own_deadline():  # the engine enforces it
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.weight_version))
         else:
@@ -288,7 +288,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> Any:
-        """Waits, on another rank, for the result of `_lead` on rank 0, and returns it as parsed JSON."""
+        """Waits on the other ranks for the result of `_lead` on rank 0, and returns it as parsed JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)

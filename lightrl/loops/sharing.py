@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:
-    """Returns the ranks that hold the call's model."""
+    """Returns the ranks that have the call's model."""
     return ranks.of_role(call.role or "policy")
 
 
@@ -68,7 +68,7 @@ def shard(
 
 
 def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory]) -> ShardedExperience:
-    """Sets the rewards of all rows; rewards per token come from rank 0. Collective."""
+    """Sets the rewards of all rows; rank 0 sends rewards per token. Collective."""
     rewarded = experience.with_rewards(trajectories)
     tokens, ranks = rewarded.tokens.get("token_rewards"), experience.ranks
     if ranks.size == 1 or not ranks.max_each([int(tokens is not None)])[0]:

@@ -116,7 +116,7 @@ class RolloutSettings:
         group_filter: decides from the rewards which groups to drop, and why; a new prompt replaces each dropped group.
         max_dropped_groups: the run ends if more groups than this are dropped per P kept groups, by the filter, as
             incomplete, or because every trajectory failed; None means 10·P.
-        incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
+        incomplete_groups: if some trajectories of a group fail, `train` on the rest, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: number of extra groups to start, as a fraction of P. Groups in flight that would delay a
             batch are given up, and the rest are kept for later batches; on-policy, all groups in flight are given up.

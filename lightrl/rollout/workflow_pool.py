@@ -1,4 +1,4 @@
-"""WorkflowPool: runs groups in separate processes, whose engines follow rank 0's engine. All else stays on rank 0.
+"""WorkflowPool: runs groups in other processes, whose engines follow rank 0's engine. The rest stays on rank 0.
 
     rank 0: GroupScheduler ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
               order, admission,      │  ▲                   TrajectoryRunner: workflow, tokens, text
