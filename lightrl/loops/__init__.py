@@ -8,7 +8,7 @@ Reading order:
     step_log.py       logs the numbers of an iteration together
     resume.py         the state that a resumed run continues from, and the check of this state in fast_dev_run
     shared_rollout.py gives every rank the results of rank 0's rollout controller
-    sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py sends images
+    sharing.py        sends rows, rewards and call outputs to the ranks that need them; shared_tables.py: attachments
 
 May import: everything below, and the private names of Lightning that tests/test_structure.py lists.
 """
