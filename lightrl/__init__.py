@@ -11,8 +11,8 @@ Each package imports only from packages above it in this list:
     functional    equations: advantages, losses, KL, logprobs, packing
     experience    trajectories as tensors
     rewards       reward functions and the processes that run them
-    weights       parameters on their way from trainer to engine
-    models        roles, and what the model of each role can do
+    weights       how parameters get from the trainer to the engine
+    models        roles, and what each role's model can do
     dataflow      model calls and the graph they form
     engines       turn token ids into completions: local, SGLang, vLLM, fake
     strategies    divide parameters and work over devices
@@ -20,7 +20,7 @@ Each package imports only from packages above it in this list:
     workflows     turn a prompt into a trajectory: turns, environments, agents
     rollout       turns prompts into rewarded trajectories, within a staleness bound
     module        RLModule: the hooks a user writes
-    data          prompts, read by position, and chats for SFT
+    data          data modules: prompts read by position, and chats for SFT
     algorithms    RLModules ready to use: GRPO and its relatives, SFT
     loops         one iteration inside Lightning's fit loop
     callbacks     weight sync, staleness, metrics, logs, export

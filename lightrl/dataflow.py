@@ -53,7 +53,7 @@ class ModelCall:
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
-    # Maps rank 0's trajectories to the prompts to read (OtherPrompts); a call `after` this one may add other rows.
+    # Maps rank 0's trajectories to the prompts to read (OtherPrompts). None leaves a row to a call `after` this one.
     prompts: Callable[..., Any] | None = field(default=None, compare=False)
     topk: int = 0  # also return the top-k tokens, as teacher_topk_ids and teacher_topk_logprobs
 
@@ -97,7 +97,7 @@ class DataFlowGraph:
 
     Args:
         roles: the names of the module's models.
-        given: keys that exist before any call, for example those of a trajectory file.
+        given: keys that exist before any call runs, for example the fields of a trajectory file.
 
     Raises:
         ValueError: for a duplicate name, an unknown role, an input that no call produces, a key that several calls
@@ -129,12 +129,12 @@ class DataFlowGraph:
         return [call for call in self.calls if call.kind == kind]
 
     def before_rewards(self) -> set[str]:
-        """Returns the names of the infer calls that can run before the rewards are known; all others run afterwards.
+        """Returns the names of the infer calls that can run before the rewards are known; the rest run afterwards.
 
-        Empty if any call except the advantages reads rewards, because that call would have to wait for rewards too.
+        The set is empty if any call other than the advantages reads rewards, because that call must wait for them too.
         """
         late = {REWARD}
-        for call in self.of_kind("infer"):  # in an order in which they can run
+        for call in self.of_kind("infer"):  # sorted: each call comes after the calls that it needs
             if late.intersection(self.edges[call.name]):
                 late.add(call.name)
         if any(REWARD in self.edges[name] for name in late - {ADVANTAGES}):
@@ -178,7 +178,7 @@ class DataFlowGraph:
         return tuple(dict.fromkeys([*needed, *call.after]))
 
     def _in_order(self, calls: list[ModelCall]) -> list[ModelCall]:
-        """Sorts calls topologically; calls that need not wait for threads come first.
+        """Sorts calls topologically; those that do not wait for a call in a thread come first.
 
         The order depends only on the graph, so every rank runs the models' collectives in the same order.
         """
@@ -247,7 +247,7 @@ def iteration_graph(
 def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[str]) -> set[str]:
     """Returns the names of the calls that need advantages, directly or through other calls."""
     names, keys = {ADVANTAGES}, set(advantage_keys)
-    for _ in calls:  # enough passes for a chain of all calls, in any order
+    for _ in calls:  # as many passes as calls: enough even if the calls form one chain in reverse order
         for call in calls:
             if keys.intersection(call.inputs) or names.intersection(call.after):
                 names.add(call.name)
@@ -256,7 +256,7 @@ def _later_than_advantages(calls: Sequence[ModelCall], advantage_keys: Sequence[
 
 
 def _with_server(call: ModelCall, source: ModelSource | None, sampling: Sampling) -> ModelCall:
-    """Adds the URL of the role's server, if any, to the call; raises ValueError if a server cannot compute the call."""
+    """Adds the server's URL if the role's model is on one; raises ValueError if a server cannot compute the call."""
     if source is None or source.url is None:
         return call
     url, is_scalar = source.url, source.head == "scalar"

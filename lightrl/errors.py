@@ -6,8 +6,8 @@ LightRLError
 │   ├── EngineTimeout         the engine did not answer before its deadline
 │   └── WeightSyncError       the engine did not load the new weights
 │       └── WeightSyncUndone  the engine still serves the previous weights
-├── RolloutError              a workflow or an environment failed, or no batch came in time
-├── RewardError               a reward function raised, returned no finite number, hung or was killed
+├── RolloutError              a workflow or an environment failed, or no batch was ready in time
+├── RewardError               a reward function raised, did not return a finite number, hung or was killed
 ├── OtherRankFailed           another process of the run failed first, so this process had to stop
 └── TrainingError             the update cannot continue (repeated non-finite gradients)
 """
@@ -42,11 +42,11 @@ class WeightSyncUndone(WeightSyncError):
 class RolloutError(LightRLError):
     """A workflow or an environment failed, or no batch of groups was complete before the deadline."""
 
-    trajectory: object = None  # what a workflow had recorded before it failed, for the log
+    trajectory: object = None  # the trajectory recorded before a workflow failed, for the log
 
 
 class RewardError(LightRLError):
-    """A reward function raised, returned no finite number, hung or was killed.
+    """A reward function raised, did not return a finite number, hung or was killed.
 
     Args:
         message: what happened, what was expected, how to fix it.
@@ -62,7 +62,7 @@ class RewardError(LightRLError):
 
 
 class OtherRankFailed(LightRLError):
-    """Another process of the run failed first; `__cause__` is the error that this failure caused here."""
+    """Another process of the run failed first; `__cause__` is the error that followed in this process."""
 
 
 class TrainingError(LightRLError):

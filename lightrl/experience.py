@@ -1,6 +1,6 @@
 """Experience: the trajectories of one iteration as tensors, ready for model calls, advantages and the loss.
 
-Shapes: B trajectories, T tokens of the longest trajectory (others are padded on the right). Every [B, T] tensor is
+Shapes: B trajectories, T tokens of the longest trajectory (the rest are padded on the right). Every [B, T] tensor is
 aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
 """
 
@@ -124,7 +124,7 @@ class Experience:
 
     @property
     def forward_tokens(self) -> Tensor:
-        """Number of tokens that a model reads, int64 [B]. A token that several conversations share counts in each."""
+        """Number of tokens that a model reads, int64 [B]. A token in several conversations counts once in each."""
         return to_device(torch.tensor([*map(sum, self.row_lengths())], dtype=torch.int64), self.lengths.device)
 
     def row_lengths(self) -> list[list[int]]:
@@ -192,7 +192,7 @@ class Experience:
         return self.of_tensors({name: value for name, value in self.tensors().items() if name not in names})
 
     def select(self, rows: Tensor | Sequence[int]) -> Self:
-        """Returns the trajectories at these rows, in this order, cut to the longest of them."""
+        """Returns the trajectories at these rows, in this order, padded only to the longest of them."""
         index = torch.as_tensor(rows, dtype=torch.int64, device=self.token_ids.device)
         width = int(self.lengths[index].max()) if len(index) else 0
         index_on_host = index.cpu() if any(map(is_on_host, self.columns)) else index
@@ -205,15 +205,15 @@ class Experience:
         return self.with_tensors({**picked, **cut})
 
     def to(self, device: torch.device | str) -> Self:
-        """Returns a copy on this device, without waiting; `on_host` still returns the original of a field."""
+        """Returns a copy on this device, without waiting; `on_host` still returns the original field."""
         target = torch.device(device)
         moved = {name: to_device(value, target) for name, value in self.tensors().items() if not is_on_host(name)}
         return self.with_tensors(moved)
 
     def microbatch_rows(self, max_tokens: int, *, unit: LossUnit = "trajectory") -> tuple[list[list[int]], list[Self]]:
-        """Returns each microbatch's rows, and the microbatches: at most `max_tokens` unpadded tokens, or one unit.
+        """Returns the rows of each microbatch, and the microbatches, each of at most `max_tokens` tokens or one unit.
 
-        Units of similar length share a microbatch, longest first, to reduce padding.
+        Padding does not count. Units of similar length share a microbatch, longest first, to reduce padding.
         """
         rows = microbatch_bins(self.forward_tokens.tolist(), self.units(unit), max_tokens)
         return rows, [self if len(part) == len(self) else self.select(part) for part in rows]
@@ -254,7 +254,7 @@ def rollout_fields() -> frozenset[str]:
 
 
 def is_table(name: str) -> bool:
-    """Whether the field is a table for all rows, whose entries another field assigns to rows."""
+    """Whether the field is a table that all rows share; another field assigns its entries to rows."""
     return name in ("pixel_values", "image_grids") or (is_on_host(name) and not name.endswith(("_starts", "_sizes")))
 
 
@@ -308,7 +308,7 @@ def fields_of(
     Without `has_rewards`, all rewards are NaN, since they may still be pending.
 
     Raises:
-        ValueError: see `Experience.from_trajectories`; or if a column's width differs between models' trajectories.
+        ValueError: as in `Experience.from_trajectories`, or if a column has different widths in two trajectories.
     """
     check_trajectories(trajectories, has_rewards=has_rewards)
     rows: dict[str, list[Any]] = {}
@@ -341,7 +341,7 @@ def reward_fields(trajectories: Sequence[Trajectory]) -> tuple[Tensor, dict[str,
 def row_tensors(field: str, rows: Sequence[Any]) -> dict[str, Tensor]:
     """Builds a column's fields of an Experience: a tensor [B, T, ...], where int32 becomes int64.
 
-    A coded column has three: all rows' codes, concatenated, and the start and size of each row's codes, in bytes, [B].
+    A coded column has three fields: all rows' codes, concatenated, and each row's start and size in bytes, [B].
     """
     column = column_of(field)
     assert column is not None

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NEEDS_OUR_TRAINER = (
-    "An RLModule needs lightrl.Trainer, whose loop rolls out and calls loss, but it was given Lightning's own Trainer. "
+    "An RLModule needs lightrl.Trainer, whose loop does the rollouts and calls loss, but got Lightning's own Trainer. "
     "Use lightrl.Trainer instead of lightning.Trainer."
 )
 
@@ -118,7 +118,7 @@ class RLModule(TrainedModule):
     The framework packs, masks and normalizes: `loss` maps [B, T] tensors to [B, T] tensors, and calls no model.
 
     Args:
-        policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has further settings.
+        policy: the model to train: a hub name, a local folder, a ModelSpec, or a Role, which has more settings.
         reward: instead of the `reward` hook, a function or its dotted path, for example `my_project.rewards.exact`; a
             RewardPart, which is a path with arguments; or a list of RewardParts, to use their weighted sum. Functions
             given by path run in processes that can be killed; a hook that uses `self` runs in a thread.
@@ -130,13 +130,13 @@ class RLModule(TrainedModule):
             without the tokenizer. None uses SingleTurn, one completion per prompt.
         workflow_workers: number of processes on rank 0's host that run workflows; needs server engines. 0 uses rank 0.
         group_size: G, the number of trajectories per prompt.
-        sampling: how to sample training rollouts. Stop tokens of model and tokenizer are added.
+        sampling: how to sample training rollouts. The model's and the tokenizer's stop tokens are added.
         validation_sampling: how to sample validation rollouts; None samples greedily with the same limits.
         validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
-        microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it
-            and, with several ranks per model, a single larger loss unit.
+        microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it;
+            with several ranks per model, so may a single larger loss unit.
         loss_reduction: over a minibatch's N trained tokens and B trajectories, `token` is Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B,
             and `fixed` Σ/(B·max_new_tokens).
         optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
@@ -170,7 +170,7 @@ class RLModule(TrainedModule):
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
     prompts: Sequence[Prompt] = ()
-    # The unit of rows that the loss must see whole: minibatches never split one. If a unit exceeds microbatch_tokens,
+    # The rows that the loss must see together: minibatches never split a unit. If a unit exceeds microbatch_tokens,
     # its rows go through the model separately (layouts/pieces.py). With pairs, a group that loses a trajectory is
     # sampled again; a group that loses a reward after model calls have run on its trajectories is dropped.
     loss_unit: LossUnit = "trajectory"
@@ -246,7 +246,7 @@ class RLModule(TrainedModule):
                 f"{type(self).__name__} has no reward. Write `def reward(self, trajectory) -> float`, or set reward= "
                 "to a function or its dotted path."
             )
-        self.has_rollout_reward = has_reward  # otherwise the reward model's score is the whole reward
+        self.has_rollout_reward = has_reward  # if False, the reward model's score is the whole reward
         if group_size == 1 and self.compares_groups and type(self).advantages is RLModule.advantages:
             raise ValueError(
                 "group_size must be at least 2 for group advantages, got 1. Increase it, or override advantages and "
@@ -265,7 +265,7 @@ class RLModule(TrainedModule):
         self.sampling = sampling or Sampling()
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature must be above 0, got 0: all completions of a group would be equal. Use 1."
+                "sampling.temperature must be above 0, got 0: all completions of a group would be identical. Use 1."
             )
         self.validation_sampling = validation_sampling or dataclasses.replace(
             self.sampling, temperature=0.0, topk_logprobs=0
@@ -276,7 +276,7 @@ class RLModule(TrainedModule):
         if validation_group_size > 1 and self.validation_sampling.temperature == 0:
             raise ValueError(
                 f"validation_group_size={validation_group_size} needs validation_sampling.temperature above 0, got 0: "
-                "all completions of a prompt would be equal. Set validation_sampling, or validation_group_size to 1."
+                "all completions of a prompt would be identical. Pass validation_sampling, or validation_group_size=1."
             )
         self.num_minibatches = num_minibatches
         self.update_epochs = update_epochs
@@ -318,7 +318,7 @@ class RLModule(TrainedModule):
         """Computes the reward of a trajectory; may be async. Override it unless you pass `reward=`.
 
         Returns:
-            A float, or a dict with `reward` and further numbers to log by name, for example `accuracy`.
+            A float, or a dict with `reward` and other numbers to log by name, for example `accuracy`.
         """
         if self.has_rollout_reward:
             raise NotImplementedError(f"{type(self).__name__} must define reward.")
@@ -328,7 +328,7 @@ class RLModule(TrainedModule):
         """Computes how much better than expected each trajectory or token was; by default, group advantages.
 
         Returns:
-            Advantages [B] or [B, T]; or a dict with `advantages` and further keys that losses read, like `returns`.
+            Advantages [B] or [B, T]; or a dict with `advantages` and other keys that losses read, like `returns`.
         """
         return group_advantages(experience.rewards, experience.group_ids)
 
@@ -400,7 +400,7 @@ class RLModule(TrainedModule):
         return [name for name, role in self.models().items() if name in ("policy", "critic") and not role.frozen]
 
     def saved_roles(self) -> list[str]:
-        """Lists the roles that checkpoints contain; all others are loaded again from their source."""
+        """Lists the roles that checkpoints contain; other roles are loaded again from their source."""
         return self.trained_roles()
 
     def configure_optimizers(self) -> Any:
@@ -473,7 +473,7 @@ class RLModule(TrainedModule):
         return ImageReader.of(self.policy_spec.load_config())
 
     def stop_token_ids(self) -> dict[str, list[int]]:
-        """Maps each source of stop tokens to their ids."""
+        """Maps each source of stop tokens to its token ids."""
         return stop_token_ids(cast("PreTrainedModel", self.policy), self.tokenizer, self.sampling)
 
     def complete_template(self, template: ChatTemplate) -> None:
@@ -489,12 +489,12 @@ class RLModule(TrainedModule):
 
     @property
     def context_tokens(self) -> int | None:
-        """Maximum length of prompt and completion together; None if the model states no context length."""
+        """Maximum length of prompt and completion together; None if the model does not state its context length."""
         return context_tokens(self.policy_spec.load_config())
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Maximum length of a prompt, given `context_tokens`; None if the model states no context length."""
+        """Maximum length of a prompt within `context_tokens`; None if `context_tokens` is None."""
         context = self.context_tokens
         longest = max(self.sampling.max_new_tokens, self.validation_sampling.max_new_tokens)
         if context is not None and context <= longest:
@@ -539,7 +539,7 @@ class RLModule(TrainedModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clips each role separately, for any optimizer groups: a critic must not shrink the policy's gradients."""
+        """Clips each role separately, however the optimizer groups them: a critic must not shrink policy gradients."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for role_parameters in by_role(self, self.trained_roles(), parameters).values():
             role_optimizer: Any = SimpleNamespace(param_groups=[{"params": role_parameters}])

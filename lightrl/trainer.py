@@ -89,7 +89,7 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r"Found \d+ module\(s\) in eval mode", UserWarning),
     # Validation batches become groups with rewards in a module hook, for any data module.
     (r"You have overridden `(transfer_batch_to_device|on_after_batch_transfer)`", UserWarning),
-    # The loader only counts iterations: prompts are read by position.
+    # The loader only counts iterations, because prompts are read by position.
     (r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not", UserWarning),
     # For the same reason, batches have no dataset indices, which a prediction writer may request.
     (r"Couldn't infer the batch indices", UserWarning),
@@ -120,7 +120,7 @@ def set_device_defaults(flags: LightningSettings) -> None:
 
 
 class LightningSettings(TypedDict, total=False):
-    """The further arguments of Lightning's Trainer, for type checkers."""
+    """The other arguments of Lightning's Trainer, for type checkers."""
 
     accelerator: str | Accelerator
     devices: list[int] | str | int
@@ -172,10 +172,10 @@ class Trainer(RLTrainer):
     Args:
         engine: generates completions; None uses `LocalEngine()`, which runs in this process.
         callbacks: one or several callbacks, from Lightning or lightrl.
-        strategy: an object or a name, from Lightning or lightrl; with several devices, auto or None is FSDP2Strategy.
+        strategy: an object or a name from Lightning or lightrl; for several devices, auto or None means FSDP2Strategy.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
-        kwargs: further arguments of Lightning's Trainer.
+        kwargs: other arguments of Lightning's Trainer.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all callbacks get `on_policy_updated` before `on_weights_synced`, which WeightSync calls inside the former.
+        So all callbacks get `on_policy_updated` first, although WeightSync calls `on_weights_synced` inside that hook.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -266,7 +266,7 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, where callbacks write too. All ranks must read it together, because it is a collective.
+        """The run's folder, where callbacks write too. All ranks must read it together: reading it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
         or MLflow, all runs share a folder. This is the folder of the first TensorBoard or CSV logger, otherwise
@@ -327,8 +327,8 @@ class Trainer(RLTrainer):
         needs_rewards: bool = True,
         is_fit: bool = False,
     ) -> Iterator[None]:
-        """Checks, before any model is built, that trainer and module fit together; inside, hides intended warnings."""
-        if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, all others would wait for it
+        """Checks that trainer and module fit together, before any model is built; hides intended warnings inside."""
+        if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, the rest would wait for it
             check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile
         self._mute_checkpoints()  # until the stage runs, because a half-restored state must not be saved
@@ -372,7 +372,7 @@ class Trainer(RLTrainer):
                     ) from error
                 raise
             finally:
-                self._stage.close()  # again, if the stage did not start or a second Ctrl-C interrupted its close
+                self._stage.close()  # in case the stage did not start, or a second Ctrl-C interrupted its close
                 self._checkpoint_connector._loaded_checkpoint = {}  # the next stage would read a refused checkpoint
                 for folder in self._new_folders:  # the run did not start
                     shutil.rmtree(folder, ignore_errors=True)
@@ -419,7 +419,7 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error that ended a stage, if any, and warns if it prevents a checkpoint."""
+        """Records the error if one ended the stage, and warns if it prevents a checkpoint."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -481,8 +481,8 @@ class Trainer(RLTrainer):
 
     def _warn_of_no_checkpoint(self, path: object) -> None:
         log.warning(
-            "No checkpoint was saved at %s: %s, so a resumed run would train on groups twice or never. Earlier "
-            "checkpoints, if any, are still there. Save between iterations, for example in on_train_batch_end.",
+            "No checkpoint was saved at %s: %s, so a resumed run would train on groups twice or never. Any earlier "
+            "checkpoints are still there. Save between iterations, for example in on_train_batch_end.",
             path,
             self.rollout_loop.resume.why_no_checkpoint,
         )
@@ -534,7 +534,7 @@ class Trainer(RLTrainer):
 
         Folders that the user named are locked, because another run may use the same name.
         """
-        versions: dict[str, Any] = {}  # root → version, so that loggers without one share a folder
+        versions: dict[str, Any] = {}  # root → version, so that loggers without a version share a folder
         loggers: list[Any] = [logger for logger in self.loggers if isinstance(logger, CSVLogger | TensorBoardLogger)]
         for logger in [logger for logger in loggers if "://" not in str(logger.save_dir)]:
             root = logger.root_dir

@@ -32,7 +32,7 @@ JsonMapping: TypeAlias = Mapping[str, Any]  # a read-only JsonObject
 class Attached(TypedDict, total=False):
     """What the policy reads besides token ids (which contain placeholders), as keyword arguments of `generate`."""
 
-    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then those of observations; absent if none
+    images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then the observations'; absent without images
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, 0 before rendering. A subclass with completions adds the longest completion."""
+        """Number of tokens; 0 before rendering. Subclasses with completions add the length of the longest one."""
         return len(self.token_ids or [])
 
     @property
@@ -70,7 +70,7 @@ class Prompt:
         return tuple(self.token_ids or ()), self.images
 
     def attached(self, **shown: Unpack[Attached]) -> Attached:
-        """Returns what the policy reads besides token ids: the prompt's images, then those of observations."""
+        """Returns what the policy reads besides token ids: the prompt's images, then the observations' images."""
         images = (*self.images, *shown.get("images", ()))
         return {"images": images} if images else {}
 
@@ -116,7 +116,7 @@ _THINKING_TAGS = {f"<{name}>": f"</{name}>" for name in _XML} | {
     "◁think▷": "◁/think▷",
 }
 THINKING_OPENS, THINKING_CLOSES = ("|".join(map(re.escape, tags)) for tags in (_THINKING_TAGS, _THINKING_TAGS.values()))
-_QUOTE = "[\"'`]"  # around a tag that is only mentioned
+_QUOTE = "[\"'`]"  # surrounds a tag that the text only mentions
 _PAIRS = [*_THINKING_TAGS.items(), ("<|channel|>analysis<|message|>", "<|end|>")]
 CLOSED_THOUGHT = "|".join(rf"{re.escape(opens)}.*?{re.escape(closes)}" for opens, closes in _PAIRS)
 _THOUGHT = "|".join(rf"(?<!{_QUOTE}){re.escape(opens)}.*?(?:{re.escape(closes)}|\Z)" for opens, closes in _PAIRS)
@@ -194,7 +194,7 @@ class Sampling:
         top_p: 1 keeps every token; a lower value keeps at most the top MAX_SUPPORT.
         top_k: -1 keeps every token.
         max_new_tokens: token limit of a completion; each turn has one completion.
-        min_new_tokens: no stop token is sampled before this many tokens.
+        min_new_tokens: no stop token is sampled before the completion has this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
         topk_logprobs: record this many most likely tokens and their logprobs at each sampled token (8 bytes each), for
             `score_centering`.
@@ -246,7 +246,7 @@ class Sampling:
     @property
     def max_support(self) -> int:
         """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
-        most = 64 if self.grammar else MAX_SUPPORT  # a grammar may allow every token in free text; unlikely ones tie
+        most = 64 if self.grammar else MAX_SUPPORT  # a grammar may allow all tokens in free text; unlikely ones tie
         return self.top_k if self.top_k != -1 or not self.is_truncated else most
 
 
@@ -387,7 +387,7 @@ class Trajectory:
 
     @property
     def first_branch(self) -> int:
-        """Index of the token that begins the first branch; T without branches."""
+        """Index of the token that begins the first branch; T if there are no branches."""
         return next((index for index, gap in enumerate(self.gaps or ()) if gap), len(self.token_ids))
 
     @property
@@ -428,7 +428,7 @@ class Trajectory:
             for_training: False leaves out hidden columns.
 
         Raises:
-            TypeError, ValueError: if JSON cannot hold a field.
+            TypeError, ValueError: if JSON cannot represent a field.
         """
         encoded = ("prompt", "columns", "_arrays", *_ARRAYS)
         others = {name: value for name, value in vars(self).items() if name not in encoded}
@@ -533,7 +533,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The lowest weight version of the group's tokens; -1 without generated tokens."""
+        """The lowest weight version of the group's tokens; -1 if none were generated."""
         return min((oldest for item in self.trajectories if (oldest := item.oldest_version) >= 0), default=-1)
 
     def state_dict(self) -> JsonObject:
@@ -572,7 +572,7 @@ def _as_plain(value: object) -> object:
         return value.text
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"it holds {value!r:.100} ({type(value).__name__})")
+    raise TypeError(f"it contains {value!r:.100} ({type(value).__name__})")
 
 
 def files_of(path: Path) -> list[Path]:

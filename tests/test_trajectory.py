@@ -69,7 +69,7 @@ def test_bytes_may_lack_the_prompt_supports_and_routes() -> None:
 def test_what_json_cannot_hold_is_named() -> None:
     trajectory = rich_trajectory()
     trajectory.metrics = {"found": {1, 2}}  # type: ignore[dict-item]
-    with pytest.raises(TypeError, match=r"it holds \{1, 2\} \(set\)"):
+    with pytest.raises(TypeError, match=r"it contains \{1, 2\} \(set\)"):
         trajectory.to_bytes()
 
 

@@ -33,7 +33,7 @@ from lightrl.strategies.checkpoint.one_file import explained_mismatch, load_opti
 log = logging.getLogger(__name__)
 
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
-OptimizerSettings = list[list[Settings]]  # for each optimizer and parameter group: numbers by name
+OptimizerSettings = list[list[Settings]]  # for each optimizer and parameter group, numbers by name
 
 # Settings that identify an experiment. `last` never picks a checkpoint of a run with different values.
 _IDENTITY = ("model.class_path", "model.class", "model.policy")
@@ -41,9 +41,9 @@ _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class",
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
-    """Returns a fit's settings by path: the command's or, without one, the module's constructor arguments.
+    """Returns a fit's settings by path: the command's or, without a command, the module's constructor arguments.
 
-    `optimizers` has the numbers that `configure_optimizers` set; they are added if the model has no such setting.
+    `optimizers` has the numbers that `configure_optimizers` set; those that are not settings of the model are added.
     """
     settings = trainer.settings
     if settings is None:
@@ -73,7 +73,7 @@ def _is_plain(value: object) -> bool:
 
 
 def by_path(value: object, path: str = "") -> Settings:
-    """Flattens settings to paths like `model.sampling.temperature`, without secrets; list items go by class name."""
+    """Flattens settings to paths (`model.sampling.temperature`), without secrets; class names identify list items."""
     if dataclasses.is_dataclass(value):
         value = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
@@ -90,7 +90,7 @@ def by_path(value: object, path: str = "") -> Settings:
 
 
 def changes(before: Settings, after: Settings) -> list[str]:
-    """Returns a text like `model.group_size 8 → 4` per changed setting; for a changed class, only shared arguments."""
+    """Describes each changed setting, like `model.group_size 8 → 4`; if a class changed, only its shared arguments."""
     are_complete = all("model.class_path" in settings for settings in (before, after))  # both come from a command
     common = before.keys() & after.keys()
     names = [name for name in dict.fromkeys([*before, *after]) if are_complete or name in common]
@@ -116,15 +116,15 @@ class Resume:
     def __init__(self, trainer: RLTrainer, guard: GradientGuard) -> None:
         self.trainer = trainer
         self.guard = guard
-        self.why_no_checkpoint: str | None = None  # why a checkpoint would be wrong at this moment
+        self.why_no_checkpoint: str | None = None  # why a checkpoint saved now would be wrong
         self._rollout_state: Settings | None = None  # from the last fit or a checkpoint, for the next rollout
-        self._is_restored = False  # whether the open rollout has loaded the state
+        self._is_restored = False  # whether the open rollout has loaded that state
         self._optimizers: OptimizerSettings = []  # set by this fit's `configure_optimizers`
         self._settings: Settings = {}  # path → setting of this fit
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Resets what an earlier stage, which may have failed, left behind."""
+        """Clears the state of an earlier stage, which may have failed."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
@@ -210,7 +210,7 @@ class Resume:
                     )  # fmt: skip
 
     def restore_rollout(self) -> None:
-        """Loads the state from a checkpoint or the previous fit, if any, into the newly opened rollout."""
+        """Loads the state of a checkpoint or of the previous fit, if there is one, into the newly opened rollout."""
         if self._rollout_state is not None:
             seed = self._rollout_state["run_seed"]
             if seed != self.trainer.run_seed:
@@ -228,7 +228,7 @@ class Resume:
         self._is_restored = False
         reason, self.why_no_checkpoint = self.why_no_checkpoint, "the rollout's state could not be read"
         try:
-            self._rollout_state = self.trainer.rollout.state_dict() or None  # recorded groups need none
+            self._rollout_state = self.trainer.rollout.state_dict() or None  # None for recorded groups
             self.why_no_checkpoint = reason
         except LightRLError as error:
             log.warning("The rollout's state could not be read for a checkpoint: %s", error)
@@ -250,12 +250,12 @@ def check_exists(ckpt_path: Any) -> None:
 
 
 class CheckpointConnector(_CheckpointConnector):
-    """Lightning's connector; it can also load a multi-process checkpoint in one process, and explains mismatches."""
+    """Lightning's connector, which can also load a multi-process checkpoint in one process and explains mismatches."""
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         super().__init__(trainer)
         self._resume = resume
-        # Callbacks for which the user set a folder; a stage sets it for all others.
+        # Callbacks whose folder the user set; for all other callbacks, a stage sets it.
         self._named = [item for item in trainer.checkpoint_callbacks if getattr(item, "dirpath", None)]
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
@@ -270,7 +270,7 @@ class CheckpointConnector(_CheckpointConnector):
             ckpt_path = getattr(self.trainer.checkpoint_callback, "best_model_path", None)
             if not ckpt_path:
                 raise ValueError(
-                    "ckpt_path=best knows only checkpoints that this trainer saved in a fit, and there are none. "
+                    "ckpt_path=best needs a checkpoint that this trainer saved in a fit, and there is none. "
                     "Pass the path of a checkpoint, or last."
                 )
         check_exists(ckpt_path)
@@ -349,7 +349,7 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
             found = path
             break
         else:
-            found = found or path  # its experiment is unknown: one of this experiment takes precedence
+            found = found or path  # its experiment is unknown, so a checkpoint of this experiment takes precedence
     if found is not None:
         is_elsewhere = trainer.loggers and found not in in_named and log_dir not in found.parents
         log.info("ckpt_path=last is %s.%s", found, " This run writes to a new folder." if is_elsewhere else "")
@@ -381,7 +381,7 @@ def _saved_settings(checkpoint: Path) -> Settings:
 
 
 def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
-    """Describes the first identifying setting that differs from a saved run's; None if none differs or is known."""
+    """Describes the first identifying setting that differs from a saved run's; None if no known setting differs."""
     has_random_seed = any(settings.get("seed_everything") is True for settings in (then, now))
     for section in _FIT_IDENTITY if is_fit else _IDENTITY:
         old, new = (
@@ -396,7 +396,7 @@ def _difference(then: Settings, now: Settings, *, is_fit: bool) -> str | None:
 
 
 def check_resume(trainer: RLTrainer) -> None:
-    """Saves a checkpoint without weights and optimizers to memory, loads it, and compares. Called on all ranks.
+    """Saves a checkpoint without weights and optimizers to memory, loads it, and compares both. Called on all ranks.
 
     Raises LightRLError if a part cannot be loaded, or differs after loading.
     """

@@ -51,7 +51,7 @@ _RECEIVED = "Received %s. The run %sends, at the latest after this iteration. Ct
 
 
 class InterruptGate:
-    """Holds back the first SIGINT while an update runs; `check` raises it afterwards. A second one raises at once."""
+    """Holds back the first SIGINT during an update; `check` raises it afterwards. A second SIGINT raises at once."""
 
     def __init__(self, saves: Callable[[], bool]) -> None:
         self.saves = saves  # whether the run saves a checkpoint when it ends
@@ -61,7 +61,7 @@ class InterruptGate:
         """Forgets the signals of earlier stages."""
         self.is_held = False
         self.is_terminated = False  # a SIGTERM was held back
-        self.is_announced = False  # the user knows that the run is going to end
+        self.is_announced = False  # a message has said that the run is going to end
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if a SIGINT was held back."""
@@ -71,7 +71,7 @@ class InterruptGate:
 
     @contextlib.contextmanager
     def held_back(self) -> Iterator[None]:
-        """Announces the first signal inside the context, and holds back a SIGINT. Does nothing off the main thread."""
+        """Announces the first signal in the context, and holds back a SIGINT. Does nothing outside the main thread."""
         numbers = (signal.SIGINT, signal.SIGTERM)
         previous = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
 
@@ -91,8 +91,8 @@ class InterruptGate:
     def raised_at_once(self, ranks: Ranks) -> Iterator[None]:
         """Makes SIGTERM raise SIGTERMException at once inside the context, to end a start-up that waits for servers.
 
-        Lightning's handler only records the signal until a batch ends. With several ranks, only rank 0 raises; the
-        others ignore the signal, because a message from rank 0 stops them.
+        Lightning's handler only records the signal until a batch ends. With several ranks, only rank 0 raises; other
+        ranks ignore the signal, because a message from rank 0 stops them.
         """
         lightning_handler = signal.getsignal(signal.SIGTERM)
         num_received = 0
@@ -100,7 +100,7 @@ class InterruptGate:
         def terminate(number: int, frame: FrameType | None) -> None:
             nonlocal num_received
             num_received += 1
-            if ranks.size == 1 and callable(lightning_handler):  # with several ranks, it would wait for the others
+            if ranks.size == 1 and callable(lightning_handler):  # with several ranks, it would wait for other ranks
                 lightning_handler(number, frame)
             if num_received == 1:
                 raise SIGTERMException
@@ -113,7 +113,7 @@ class InterruptGate:
         """Makes Ctrl-C and SIGTERM stop all ranks at the same point, which rank 0 chooses. Does nothing with one rank.
 
         A terminal sends Ctrl-C to all processes, and Slurm sends SIGTERM to all tasks. A rank that stopped alone would
-        leave the others in the middle of a collective. A second Ctrl-C on rank 0 is not held back.
+        leave the other ranks waiting in a collective. A second Ctrl-C on rank 0 is not held back.
         """
 
         def terminate(number: int, frame: FrameType | None) -> None:
@@ -131,7 +131,7 @@ class InterruptGate:
 
 @contextlib.contextmanager
 def _handled_by(handlers: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """Installs these signal handlers inside the context. Does nothing off the main thread, where Python forbids it."""
+    """Installs these signal handlers inside the context. Does nothing in other threads, where Python forbids it."""
     is_main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main_thread}
     try:
@@ -161,7 +161,7 @@ class RolloutLoop(_AutomaticOptimization):
         self.guard = GradientGuard()
         self.resume = Resume(trainer, self.guard)
         self.phase = "start"  # the current phase, or the last one
-        self.lengths = torch.zeros(0, dtype=torch.int64)  # tokens of each trajectory, for an error message
+        self.lengths = torch.zeros(0, dtype=torch.int64)  # number of tokens per trajectory, for an error message
 
     def _saves_at_end(self) -> bool:
         saving = (getattr(item, "save_on_exception", False) for item in cast(Any, self.trainer).checkpoint_callbacks)
@@ -181,7 +181,7 @@ class RolloutLoop(_AutomaticOptimization):
             self.gate.check()
         trainer, resume = self.trainer, self.resume
         trainer.phase_seconds, trainer.is_in_iteration = {}, True
-        with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these
+        with trainer.profiler.profile("run_training_step"):  # PyTorchProfiler's schedule counts these steps
             trainer.call_rl_hook("on_rollout_start")
             with self._phase("rollout"):
                 groups = trainer.rollout.take(trainer.weight_version, on_wait=self._make_on_wait("on_rollout_progress"))
@@ -209,10 +209,10 @@ class RolloutLoop(_AutomaticOptimization):
     def _seeded_randomness(self, module: RLModule) -> Iterator[None]:
         """Seeds torch's generators from run seed and weight version inside the context; restores them afterwards.
 
-        A resumed run could not repeat the global random state, because loaders and validation draw from it.
+        A resumed run could not reproduce the global random state, because data loaders and validation also use it.
         """
         is_cuda = module.device.type == "cuda"
-        # On a CPU, torch.manual_seed would format the stack once for each kind of accelerator that is missing.
+        # On a CPU, torch.manual_seed would format the call stack once for each missing kind of accelerator.
         set_seed: Any = torch.manual_seed if is_cuda else torch.default_generator.manual_seed
         with torch.random.fork_rng(devices=[module.device] if is_cuda else []):
             set_seed(sampling_seed(self.trainer.rollout.run_seed, "iteration", self.trainer.weight_version))
@@ -226,7 +226,7 @@ class RolloutLoop(_AutomaticOptimization):
             return self._run_calls(module, self._make_experience(module, trajectories), trajectories, left_out=set())
 
     def _score_before_rewards(self, module: RLModule, groups: list[Group]) -> ShardedExperience:
-        """Runs the calls that need no rewards while the last rewards are pending, then all others."""
+        """Runs the calls that need no rewards while the last rewards are pending, then the remaining calls."""
         rollout, graph = self.trainer.rollout, module.data_flow()
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         scored = graph.before_rewards()
@@ -311,7 +311,7 @@ class RolloutLoop(_AutomaticOptimization):
         with logging_allowed(module):
             if imbalances:
                 module.log("update/token_imbalance", sum(imbalances) / len(imbalances))
-            # A skipped update has no gradient norm, so the mean norm is over the other updates.
+            # A skipped update has no gradient norm, so the mean norm covers only the other updates.
             values = values_of(iteration)
             module.log_dict({name if "/" in name else f"policy/{name}": value for name, value in values.items()})
             module.log("policy/skipped_updates", float(self.guard.num_skipped))
@@ -327,7 +327,7 @@ class RolloutLoop(_AutomaticOptimization):
     ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         """Takes one optimizer step through Lightning's `optimizer_step`, so clipping and precision plugins apply.
 
-        Returns the minibatch's metrics, and the parts to compute the iteration's metrics from (see update.py).
+        Returns the minibatch's metrics, and the parts from which the iteration's metrics are computed (see update.py).
         """
         trainer = self.trainer
         plugin = trainer.precision_plugin
@@ -347,7 +347,7 @@ class RolloutLoop(_AutomaticOptimization):
             module.optimizer_zero_grad(trainer.current_epoch, batch_idx, optimizer)
 
         def backward(loss: torch.Tensor) -> None:
-            with torch.autocast(loss.device.type, enabled=False):  # a backward pass uses the dtypes of its forward pass
+            with torch.autocast(loss.device.type, enabled=False):  # a backward pass uses its forward pass's dtypes
                 trainer.strategy.backward(loss, optimizer)
 
         @torch.enable_grad()
@@ -394,7 +394,7 @@ class RolloutLoop(_AutomaticOptimization):
         for hook in self.trainer.rl_hooks("on_experience_ready"):
             with logging_allowed(self.trainer.lightning_module):
                 changed = hook(shown)
-            if self.ranks.max_each([int(changed is not None)])[0]:  # on any rank
+            if self.ranks.max_each([int(changed is not None)])[0]:  # a hook changed it on some rank
                 experience = accept(experience, shown.local, changed)
                 shown = experience.shown
         return experience
@@ -410,7 +410,7 @@ class RolloutLoop(_AutomaticOptimization):
             TrainerFn.TESTING: trainer.test_loop,
             TrainerFn.PREDICTING: trainer.predict_loop,
         }
-        # The index of the batch is in the name, so each validation has the same prompt ids and therefore seeds.
+        # The name includes the batch's index, so prompt ids, and therefore seeds, are the same in each validation.
         name = f"{stage.value}-{loops[stage].batch_progress.current.ready}"
         groups = trainer.rollout.evaluate(
             prompts_of(batch, module.tokenizer, name=name, max_prompt_tokens=module.max_prompt_tokens),

@@ -1,6 +1,6 @@
 """RolloutStage: opens the models, reward worker, engine and rollout for `fit`, `validate`, `test` or `predict`.
 
-It checks settings before it uses a device, logs the settings that it derives, and always closes what it opened.
+It checks settings before it uses a device, logs the settings that it derives, and always closes everything it opened.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _INSTEAD: dict[type[Callback], str] = {
     ),
     BaseFinetuning: (
         "it freezes layers before the models are loaded. In configure_model, call super().configure_model(), then "
-        "requires_grad_(False) on what to freeze."
+        "requires_grad_(False) on the layers to freeze."
     ),
 }
 
@@ -95,17 +95,17 @@ class RolloutStage:
     """Opens a stage and closes it again.
 
     Args:
-        trainer: the trainer; `open_rollout` is set while the stage is open, and `engine` to LocalEngine if it is None.
+        trainer: its `open_rollout` is set while the stage is open; its `engine` becomes LocalEngine if it is None.
         resume: keeps the rollout's state when the stage closes, and loads it into the next rollout.
     """
 
     def __init__(self, trainer: RLTrainer, resume: Resume) -> None:
         self.trainer = trainer
         self.resume = resume
-        self.tasks: Any = None  # the data module's Tasks, if any
+        self.tasks: Any = None  # the data module's Tasks; None if it has none
         self._reward_worker: RewardWorker | None = None
         self._engine_is_open = False
-        self._num_threads = 0  # this and the next two are restored when the stage closes
+        self._num_threads = 0  # closing the stage restores this number and the next two attributes
         self._precision: Precision | None = None
         self._gc_threshold = gc.get_threshold()
 
@@ -129,7 +129,7 @@ class RolloutStage:
             )
         if module.workflow_workers:
             (self.trainer.engine or LocalEngine()).check_workers(module.workflow_workers)
-        for callback in getattr(self.trainer, "callbacks", ()):  # `Tuner` adds the finders
+        for callback in getattr(self.trainer, "callbacks", ()):  # `Tuner` adds finder callbacks
             for kind, reason in _INSTEAD.items():
                 if isinstance(callback, kind):
                     raise ValueError(f"{type(callback).__name__} cannot be used with an RLModule: {reason}")
@@ -244,7 +244,7 @@ class RolloutStage:
     def _start_controller(
         self, module: RLModule, settings: RolloutSettings, prompts: PromptStream | None, folder: Path | None
     ) -> RolloutController:
-        """Starts the reward worker, engine and controller on rank 0. Logs failed rewards in `folder`, if given."""
+        """Starts reward worker, engine and controller on rank 0. Logs failed rewards in `folder` unless it is None."""
         worker = self.start_reward_worker(module)
         if self.trainer.engine is None:
             self.trainer.engine = LocalEngine()
@@ -322,12 +322,12 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
             )
         settings = changed
     if module.loss_unit == "pair" and settings.incomplete_groups == "train":
-        settings = dataclasses.replace(settings, incomplete_groups="resample")  # a lone trajectory has no partner
+        settings = dataclasses.replace(settings, incomplete_groups="resample")  # a single trajectory is not a pair
     return settings
 
 
 def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Returns rank 0's settings on every rank, but only rank 0 keeps filter, curriculum and metrics."""
+    """Returns rank 0's settings on every rank, but only rank 0 keeps the filter, curriculum and metrics."""
     plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
     plain = ranks.broadcast_json(plain)
     return dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def asked_once(
     call: ModelCall, trajectories: Sequence[Trajectory], ask: Callable[[], Mapping[str, Tensor]]
 ) -> Mapping[str, Tensor]:
-    """Returns the call's outputs, [B] or [B, T, ...], from the trajectories if recorded there, otherwise from `ask`.
+    """Returns the call's outputs, [B] or [B, T, ...], recorded in the trajectories or, if they are not, from `ask`.
 
     A second call of a function or server might fail or give a different answer. Recorded outputs are padded with 0.
     Floats become float32 either way.
@@ -163,7 +163,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         needs_end = torch.ones_like(experience.is_truncated)
     elif "bootstrap_values" in call.outputs:
         needs_end = experience.is_truncated
-    # The base model did not sample the tokens, so `is_sampler` is False for it.
+    # `is_sampler` is False for the base model, because it did not sample the tokens.
     lengths, read = experience.lengths, experience.rollout_part(needs_end, is_sampler=not call.base_only)
     max_tokens = call.microbatch_tokens or module.microbatch_tokens
     rows = microbatch_rows(read, ranks, max_tokens)
@@ -194,7 +194,7 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
             if index:
-                ends = lengths[index].clamp(max=part.shape[1] - 1)  # other rows read any position; see below
+                ends = lengths[index].clamp(max=part.shape[1] - 1)  # rows without `needs_end` are set to 0 below
                 at_end[index] = part.gather(1, ends[:, None])[:, 0]
         result[key if scores_ends else "bootstrap_values"] = torch.where(needs_end, at_end, 0.0)
     return result
@@ -216,7 +216,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
     """Adds the reward model's scores to the rewards; raises ValueError if all are 0, a sign of an untrained head."""
     scores = experience["reward_model_scores"]
-    if not scores.any():  # undetectable while the model is on the meta device
+    if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}
@@ -264,7 +264,7 @@ def _function_outputs(
     """Calls the function of a model call and returns its results by key.
 
     Raises:
-        TrainingError: if the function raises anything but a LightRLError, which already names its source.
+        TrainingError: if the function raises anything but a LightRLError, whose message already names its source.
         ValueError: if the result is not a tensor for each output, with a row for each trajectory, or is not finite on
             tokens of the loss, for example because the function read rewards, which are NaN until they are known.
     """
@@ -312,7 +312,7 @@ class CallRun:
     which adds the result and starts the calls that were waiting for it. If a call misses its deadline, the error names
     it and its thread, a daemon, is abandoned.
 
-    With several ranks, each rank runs the calls whose models it holds, in the graph's order. Results are shared as late
+    With several ranks, each rank runs the calls whose models it has, in the graph's order. Results are shared as late
     as possible, when a call needs them or at the end, so that calls on different ranks run at the same time.
 
     Args:
@@ -322,7 +322,7 @@ class CallRun:
         left_out: names of calls whose outputs `state` already has, or that run later.
         runs_here: whether this rank runs a call.
         share: sends a call's outputs from the ranks that ran the call to the ranks that need them. All ranks call it in
-            the same order. None with one rank, which runs each trainer call as soon as it is ready.
+            the same order. None if there is one rank, which runs each trainer call as soon as it is ready.
         on_wait: called about once a second while waiting for a call in another thread.
     """
 

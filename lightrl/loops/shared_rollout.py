@@ -2,7 +2,7 @@
 
 Texts stay on rank 0. Other ranks get a summary of each trajectory and, from sharing.py, the tokens they work on.
 
-Rank 0 rolls out. The other ranks wait on the CPU group for its messages, which report the progress once a second. So no
+Rank 0 runs the rollout. Other ranks wait on the CPU group for its messages, which report progress once a second. So no
 device collective is pending during the rollout, and an error or Ctrl-C on rank 0 quickly reaches every rank, as the
 same exception from the same call.
 """
@@ -77,7 +77,7 @@ class RemoteTrajectory(_OnOtherRanks):
 
 
 def summaries_of(groups: Sequence[Group]) -> _Summaries:
-    """Summarizes groups as JSON; `groups_of` makes groups from it on the other ranks."""
+    """Summarizes groups as JSON, from which `groups_of` makes groups on the other ranks."""
     names = ("sample", "finish_reason", "is_truncated", "oldest_version", "newest_version", "reward")
 
     def summary(item: Trajectory) -> dict[str, object]:
@@ -114,7 +114,7 @@ class SharedRollout:
 
     Args:
         start: makes the controller; called only on rank 0. The other ranks wait for it and raise its errors.
-        run_seed, settings: the controller's.
+        run_seed, settings: the controller's run seed and settings.
     """
 
     is_recorded = False
@@ -126,14 +126,14 @@ class SharedRollout:
         self.ranks = ranks
         self.run_seed = run_seed
         self.settings = settings
-        self._remote_version = -1  # on other ranks: the weight version of rank 0's engine
+        self._remote_version = -1  # weight version of rank 0's engine, on other ranks
         self._drops: list[Drop] = []
         self._group_drops: collections.Counter[str] = collections.Counter()
         self._progress: dict[str, float] = collections.defaultdict(int)
         self._taken: ShardedExperience | None = None
         ranks.step()  # the report of a hang shows which ranks got this far
         if ranks.is_main:
-            with self._errors_to_all(), ranks.own_deadline():  # enforced by the engine
+            with self._errors_to_all(), ranks.own_deadline():  # the engine enforces it
                 self.controller = start()
             ranks.send(Message("data", done=self.controller.weight_version))
         else:
@@ -151,7 +151,7 @@ class SharedRollout:
         return self._remote_version if self.controller is None else self.controller.weight_version
 
     def take(self, weight_version: int, *, on_wait: OnWait | None = None) -> list[Group]:
-        """Takes groups as RolloutController does; on ranks other than 0, they lack tokens and texts."""
+        """Takes groups as RolloutController does; on ranks other than 0, the groups have no tokens or texts."""
         controller = self.controller
         if controller is None:
             summaries, dtypes = self._follow(on_wait)
@@ -199,7 +199,7 @@ class SharedRollout:
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
         """Loads weights as RolloutController does: all ranks make the buckets together, and rank 0 loads them.
 
-        An error that the engine raises on rank 0 is raised on every rank.
+        If the engine raises an error on rank 0, every rank raises it.
         """
         if self.controller is None:
             for _ in buckets:
@@ -210,7 +210,7 @@ class SharedRollout:
             with self._errors_to_all():
                 try:
                     self.controller.load_weights(rest, weight_version=weight_version)
-                finally:  # the others are still making buckets
+                finally:  # the other ranks are still making buckets
                     for _ in rest:
                         pass
             self.ranks.send(Message("data"))
@@ -273,7 +273,7 @@ class SharedRollout:
         assert self.controller is not None
         with self._errors_to_all():
             if on_wait is not None:
-                on_wait(0, 0)  # raises a Ctrl-C that came before this call
+                on_wait(0, 0)  # raises KeyboardInterrupt if Ctrl-C arrived before this call
             groups = work(notify)
             drops = self.controller.drain_drops()
             report: State = {
@@ -288,7 +288,7 @@ class SharedRollout:
         return groups
 
     def _follow(self, on_wait: OnWait | None) -> Any:
-        """Waits, on another rank, for the result of `_lead` on rank 0, and returns it as parsed JSON."""
+        """Waits on the other ranks for the result of `_lead` on rank 0, and returns it as parsed JSON."""
         while True:
             message = self.ranks.receive()
             self._raise_if_error(message)
@@ -304,7 +304,7 @@ class SharedRollout:
 
     @contextlib.contextmanager
     def _errors_to_all(self) -> Iterator[None]:
-        """Sends an error that rank 0 raises inside the context to the other ranks, so that they raise it too."""
+        """If rank 0 raises an error inside the context, sends it to the other ranks, so that they raise it too."""
         try:
             yield
         except BaseException as error:  # the other ranks raise it too

@@ -36,7 +36,7 @@ def share_tables(
     images = ShardedExperience({"lengths": grids.prod(1)}, {}, ranks)
     pixels = nowhere(images, empty) if table is None else TokenRows.of_flat(table.pixel_values.numpy(), images.lengths)
     shown = [renumbered(image_rows.where(rows[:, None], -1), len(grids)) for rows in working_rows(experience)]
-    needs = torch.stack([is_shown for is_shown, _ in shown])  # which images each rank needs
+    needs = torch.stack([is_shown for is_shown, _ in shown])  # the images that each rank needs
     pixels = exchange(images, {"pixel_values": pixels}, all_rows_of(images, has_all), needs)["pixel_values"]
     is_here, image_rows = shown[ranks.rank]
     local = ImageTable(torch.from_numpy(pixels.flat(pixels.here)), grids[is_here], image_rows)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:
-    """Returns the ranks that hold the call's model."""
+    """Returns the ranks that have the call's model."""
     return ranks.of_role(call.role or "policy")
 
 
 def is_forward(call: ModelCall) -> bool:
-    """Whether the call is a forward pass of a trainer's model, not a function or server."""
+    """Whether the call is a forward pass of one of the trainer's models, not a function or server."""
     return call.run is None and call.url is None
 
 
@@ -68,7 +68,7 @@ def shard(
 
 
 def add_rewards(experience: ShardedExperience, trajectories: Sequence[Trajectory]) -> ShardedExperience:
-    """Sets the rewards of all rows; rewards per token come from rank 0. Collective."""
+    """Sets the rewards of all rows; rank 0 sends rewards per token. Collective."""
     rewarded = experience.with_rewards(trajectories)
     tokens, ranks = rewarded.tokens.get("token_rewards"), experience.ranks
     if ranks.size == 1 or not ranks.max_each([int(tokens is not None)])[0]:
@@ -109,7 +109,7 @@ def accept_changes(before: Experience, changed: Experience) -> Experience:
 
     Raises:
         TypeError: if it is not an Experience with advantages.
-        ValueError: if it changes anything but loss mask and advantages, or adds tokens to the loss mask.
+        ValueError: if it changes anything but the loss mask and advantages, or adds tokens to the loss mask.
     """
     if not isinstance(changed, Experience) or changed.advantages is None:
         raise TypeError(
@@ -149,8 +149,8 @@ def share_outputs(
         holders = holders_of(call, ranks) if is_forward(call) else None  # None: the call ran on rank 0
         has = all_rows_of(experience, [0]) if holders is None else rows_by_rank(experience, holders)
         source = 0 if holders is None else holders.first_rank
-        # `source` tells the other ranks the outputs' names, dtypes and shapes: an output per token is sent as an empty
-        # tensor, and an output [B] with the values that `source` has.
+        # `source` sends the outputs' names, dtypes and shapes to the other ranks: a per-token output as an empty
+        # tensor, and a [B] output with the values that `source` has.
         from_source = {
             name: torch.from_numpy(value.empty.copy()) if isinstance(value, TokenRows) else value
             for name, value in (outputs if ranks.rank == source else {}).items()
@@ -166,7 +166,7 @@ def share_outputs(
                 shared |= exchange(experience, tokens, has, needed)
             elif holders is None:  # [B], complete on rank 0
                 shared[name] = sent
-            else:  # [B]: a dp rank has 0 for the others' rows, so the sum over one member of each has all values
+            else:  # [B]: a dp rank has 0 in other dp ranks' rows, so a sum over one member of each has all values
                 is_sender = holders.is_here and ranks.rank == holders.dp_members[holders.dp_rank][0]
                 shared[name] = ranks.total(outputs[name] if is_sender else torch.zeros_like(sent))
         return shared

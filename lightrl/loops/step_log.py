@@ -1,8 +1,8 @@
 """StepLog: keeps an iteration's logged numbers in one dict, next to Lightning's results for other values.
 
-For each value, Lightning's `log` makes metadata, compares it with that of the previous call, and updates a torchmetrics
+For each value, Lightning's `log` makes metadata, compares it with the previous call's, and updates a torchmetrics
 Metric. That takes 0.3 ms for each of about 30 values per iteration. A plain number for one step needs none of this.
-Everything that reads metrics (loggers, callbacks, progress bar) gets both kinds together, in one row.
+Everything that reads metrics (loggers, callbacks, progress bar) gets all values together, in one row.
 Rows count iterations from 1; Lightning counts from 0. Row 0 is the validation before training.
 """
 
@@ -34,7 +34,7 @@ class StepLog(_LoggerConnector):
         self._numbers: dict[str, float] = {}
         self._in_bar: set[str] = set()
         self._tensors: dict[str, Tensor] = {}  # `_numbers` as float32, as in Lightning; empty until read
-        trainer.fit_loop.epoch_loop._batches_that_stepped = 1  # the row's number, for Lightning's callbacks too
+        trainer.fit_loop.epoch_loop._batches_that_stepped = 1  # the row's number, also for Lightning's callbacks
 
     def put(self, name: str, value: float, settings: Mapping[str, object]) -> bool:
         """Keeps a number for this training batch. Returns False if Lightning must log it (e.g. an epoch's mean)."""
@@ -57,7 +57,7 @@ class StepLog(_LoggerConnector):
         metrics["pbar"].update(self._in_progress_bar())
         return metrics
 
-    # Lightning derives these from `metrics` only if something was logged through Lightning.
+    # Lightning derives the following properties from `metrics` only if something was logged through Lightning.
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ A metric is a mean, over loss tokens if it is [B, T] and over trajectories with 
 values and weights of the same shape gives their weighted mean, Σ w·v / Σ w. If the name starts with `max_` or `min_`,
 the metric is the largest or smallest value whose weight is not 0; with `num_`, it is the weighted sum. A metric whose
 weights are all 0 is left out. A part of a metric is a tensor [2]: Σ w·v (or the maximum or minimum so far), and Σ w.
-Parts of microbatches, ranks and minibatches are joined in the same way.
+The parts of all microbatches, ranks and minibatches are joined in the same way.
 
 The effective sample size needs two sums. Let w be the weight of a token's policy gradient. The means of w and of w²
 over the tokens that learn (w ≠ 0) are joined as two metrics, from which `values_of` computes `ess_fraction` = mean(w)²
@@ -55,7 +55,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 
 def reduction_of(name: str) -> Reduction:
-    """Returns how to join a metric's values: the first word after the last slash of the name decides."""
+    """Returns how to join a metric's values, which the first word after the last slash of its name determines."""
     word = name.rsplit("/", 1)[-1].split("_", 1)[0]
     reductions: dict[str, Reduction] = {"max": "max", "min": "min", "num": "sum"}
     return reductions.get(word, "mean")
@@ -96,7 +96,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
 
 
 def values_of(parts: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns each metric's value from its joined part (see above); omits metrics whose weights are all 0."""
+    """Computes each metric's value from its joined part (see above); omits metrics whose weights are all 0."""
     values: dict[str, float] = {}
     for name, part in parts.items():
         number, weight = part.tolist()
@@ -127,7 +127,7 @@ def over_ranks(parts: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
-    """Joins parts into `whole`, in place: keeps the larger maximum or smaller minimum, or adds sums; adds weights."""
+    """Joins parts into `whole`, in place: adds sums, or keeps the larger maximum or smaller minimum; adds weights."""
     for name, part in parts.items():
         before, reduction = whole.get(name), reduction_of(name)
         if before is None:
@@ -140,7 +140,7 @@ def add_parts(whole: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
 
 
 def _all_names(own: list[str], ranks: Ranks) -> list[str]:
-    """Returns the names that any rank has; sends names only if checksums show that they differ between ranks."""
+    """Returns all names that any rank has; sends names only if checksums show that ranks have different names."""
     encoded = json.dumps(own).encode()
     checksums = torch.zeros(ranks.dp_size, 2, dtype=torch.float64)  # each rank's checksum, and the length of its names
     checksums[ranks.dp_rank] = torch.tensor([zlib.crc32(encoded), len(encoded)])
@@ -160,7 +160,7 @@ class MinibatchLoss:
 
     Args:
         module: defines the losses and `loss_reduction`.
-        minibatch: the whole minibatch, of all ranks.
+        minibatch: the whole minibatch, with the rows of all ranks.
         ranks: all ranks of the run; the role's ranks divide the minibatch among them.
         weight_version: the version of the current weights in an iteration's first update; None in later ones.
     """
@@ -212,11 +212,11 @@ class MinibatchLoss:
         metrics |= {WEIGHT: (weights, learns), SQUARED_WEIGHT: (weights.square(), learns)}
         metrics |= {"behavior_abs_dlogp_nats": mismatch, "max_behavior_abs_dlogp_nats": mismatch}
         if self.weight_version is not None:
-            # Tokens that the current weights sampled: these metrics measure only numerics, not the policy's change.
+            # For tokens that the current weights sampled, these metrics measure only numerics, not policy changes.
             is_current = experience.weight_versions == self.weight_version
             metrics["sync/mismatch_k3_nats"] = k3, is_current
             metrics["sync/mismatch_abs_dlogp_nats"] = metrics["sync/max_mismatch_abs_dlogp_nats"] = mismatch, is_current
-            # Only rows without older tokens: the engine may have reused older tokens' KV cache.
+            # Only rows without older tokens, because the engine may have reused older tokens' KV cache.
             in_current_row = (is_current | (experience.weight_versions < 0)).all(1)[:, None].expand_as(mismatch)
             metrics["sync/mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
             metrics["sync/max_mismatch_present_abs_dlogp_nats"] = mismatch, in_current_row
@@ -276,7 +276,7 @@ class MinibatchLoss:
             num_sequences=self.num_sequences,
             max_new_tokens=self.module.sampling.max_new_tokens,
         )
-        # With any reduction, the loss is the sum of the shares, so the weights of the parts sum to 1.
+        # Whatever the reduction, the loss is the sum of the shares, so the weights of the parts sum to 1.
         add_parts(self.parts, {f"{prefix}loss": torch.stack([share.detach(), mask.sum() / self.num_tokens])})
         return share
 

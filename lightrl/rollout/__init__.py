@@ -1,13 +1,13 @@
 """Rollouts turn prompts into trajectories with rewards, asynchronously and with any engine.
 
 Reading order:
-    protocol.py         Rollout, the interface; RecordedRollout, which replays the groups of an earlier run
+    protocol.py         the interface, Rollout, and RecordedRollout, which replays the groups of an earlier run
     controller.py       keeps groups in flight and hands over batches; saves its state in checkpoints
     group_scheduler.py  decides which groups start, are trained on and are replaced, as set in RolloutSettings
     runner.py           runs the trajectories of a group and computes rewards; lets groups start together
       workflow_pool.py  runs workflows in other processes, each of which executes workflow_worker.py
     prompts.py          decides which prompt comes next
-    rl_trainer.py       RLTrainer, the part of the trainer for loop and callbacks; the only file that needs Lightning
+    rl_trainer.py       RLTrainer, the part of the trainer that loops and callbacks use; only this file needs Lightning
 
 May import: errors, checks, concurrency, trajectory, rewards, weights, engines, workflows.
 """

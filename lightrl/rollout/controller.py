@@ -2,7 +2,7 @@
 
 On rank 0, an asyncio loop in a daemon thread owns all state. The public methods are called from the main thread: a
 coroutine does the work on the loop, and the main thread waits for it and enforces the deadlines, so it also notices a
-blocked event loop. GroupScheduler decides which groups start and are taken; the controller acts on this.
+blocked event loop. GroupScheduler decides which groups start and are taken; the controller executes its decisions.
 
     prompt stream ──position──► a task per group ──► rewards ──► finished groups ──► take() ──► commit()
                      start      workflow, engine                                   stream order  trained on
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Wait:
-    """A call in which the main thread waits for trajectories; written on the event loop, read by the main thread."""
+    """A call in which the main thread waits for trajectories. The event loop writes it, the main thread reads it."""
 
     who: str  # the caller, for messages
     total: int  # trajectories that the call needs
@@ -59,7 +59,7 @@ class Stragglers:
     """The slow groups that a batch waits for although enough other groups are finished."""
 
     num: int = 0  # current number
-    waited_s: float = 0.0  # time with at least one
+    waited_s: float = 0.0  # time with at least one slow group
     _since_s: float = 0.0  # monotonic clock
 
     def count(self, num: int) -> None:
@@ -212,7 +212,7 @@ class RolloutController:
         }
 
     def state_dict(self) -> State:
-        """Returns the state for a checkpoint, in plain Python: cursor, curriculum, groups in flight and finished."""
+        """Returns the state for a checkpoint, in plain Python: cursor, curriculum, and groups in flight or finished."""
         return self._thread.call(self._state_at_boundary(self.settings.loop_timeout_s / 2))
 
     def load_state_dict(self, state: State) -> None:
@@ -235,7 +235,7 @@ class RolloutController:
         await asyncio.wait({taking}, timeout=timeout_s)
         if taking.done() and taking.exception() is None:
             return taking.result()
-        error = taking.exception() if taking.done() else "it did not answer in time"
+        error = taking.exception() if taking.done() else "the engine did not answer in time"
         taking.cancel()
         if isinstance(error, BaseException) and not isinstance(error, EngineError):
             raise error
@@ -308,7 +308,7 @@ class RolloutController:
         return self._thread.wait_for(coroutine, on_answer=count, on_wait=check, who=wait.who)
 
     async def _take(self, weight_version: int, wait: Wait) -> list[Group]:
-        """Asks the scheduler for a batch after each change until there is one. If cancelled, takes no group."""
+        """Asks the scheduler for a batch after each change until it returns one. If cancelled, takes no group."""
         served = self.weight_version
         if self._tasks.failure is None and (served < 0 or weight_version - served > self.settings.max_staleness):
             raise RolloutError(
@@ -344,7 +344,7 @@ class RolloutController:
                 self._take_wait = None
 
     async def _start_admissible(self) -> None:
-        """Starts all admissible groups; on-policy, in one admission batch. If cancelled, started groups continue.
+        """Starts all admissible groups; on-policy, in one admission batch. A cancellation does not stop started groups.
 
         If a prompt has not been made yet, a thread makes it first and then this method is called again.
         """
@@ -352,9 +352,9 @@ class RolloutController:
         if self._is_open() and self._scheduler.may_start(version):
             if self._ahead.lacks(self._scheduler.startable(version), self._scheduler.max_new(version), self.run_seed):
                 return
-            # Off-policy, no order is promised, and an admission batch would pause running groups.
+            # Off-policy runs promise no order, and an admission batch would pause running groups.
             async with self._admission.batch() if self.settings.max_staleness == 0 else contextlib.nullcontext():
-                if self._is_open():  # check again: the engine took time to pause
+                if self._is_open():  # check again, because pausing the engine took time
                     self._start_groups()
 
     def _is_open(self) -> bool:
@@ -396,7 +396,7 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs these samples of a group and waits for their rewards, unless deferred; a cancellation stops both.
+        """Runs samples of a group and waits for their rewards unless they are deferred. A cancellation stops both.
 
         Calls `on_done` with each sample's number and trajectory; the trajectory is None if it was dropped.
         """

@@ -1,14 +1,14 @@
 """GroupScheduler: decides which groups start and which ones a batch takes, without asyncio, threads, clocks or I/O.
 
 Notation: v is the current weight version, η is `max_staleness`, and P is `groups_per_iteration`. A group's version is
-the version of its oldest token. A running group has a lower bound instead: the version that served when it started.
+the version of its oldest token. For a running group, a lower bound is used: the weight version at the group's start.
 
-By default, a group may start once it is among the next (η + 1)·P groups of the prompt stream: the window, which each
-iteration moves by P groups. A batch is the first P groups of the stream that were kept, even if it must wait for a slow
-one. So at most (η + 1)·P - 1 groups precede a group when it starts, and it is trained on at most η versions later. How
-long a group takes has no effect on which batch it is in, so fast groups are not preferred.
+By default, a group may start once it is among the next (η + 1)·P groups of the prompt stream. Each iteration moves this
+window by P groups. A batch is the first P kept groups of the stream, even if it must wait for a slow group. So at most
+(η + 1)·P - 1 groups precede a group when it starts, and it is trained on at most η versions later. How long a group
+takes has no effect on which batch it is in, so fast groups are not preferred.
 
-A run that over-samples skips slow groups instead: those that would be too old for any later batch (`find_late`).
+A run that over-samples instead gives up slow groups that would be too old for any later batch (`find_late`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GroupFilter:
     drop_zero_variance: bool = True  # drop a group whose trajectories all have the same reward
     min_success: float = 0.0  # bounds on the group's success rate, 0 to 1
     max_success: float = 1.0
-    max_group_tokens: int | None = None  # bound on the longest trajectory, without its prompt
+    max_group_tokens: int | None = None  # maximum length of the longest trajectory, without its prompt
     rule: Callable[[Group], object] | None = None  # returns True, or a word as the reason, to drop a group
 
     def __post_init__(self) -> None:
@@ -116,10 +116,10 @@ class RolloutSettings:
         group_filter: decides from the rewards which groups to drop, and why; a new prompt replaces each dropped group.
         max_dropped_groups: the run ends if more groups than this are dropped per P kept groups, by the filter, as
             incomplete, or because every trajectory failed; None means 10·P.
-        incomplete_groups: if some trajectories of a group fail, `train` on the others, `resample` the whole group with
+        incomplete_groups: if some trajectories of a group fail, `train` on the rest, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: number of extra groups to start, as a fraction of P. Groups in flight that would delay a
-            batch are given up, and the others are kept for later batches; on-policy, all in flight are given up.
+            batch are given up, and the rest are kept for later batches; on-policy, all groups in flight are given up.
         workflow_workers: number of processes that run the workflow; 0 runs it on the controller's event loop.
         reward_metrics: metrics that each reward must have; a trajectory without one counts as a failed reward.
         defers_rewards: `take` returns groups without rewards, and `wait_for_rewards` waits for them, so `curriculum`
@@ -187,12 +187,12 @@ class Drop:
 
 
 class DropCounter:
-    """Counts failures and drops per batch, enforces the bounds in the settings, and keeps drops until drained."""
+    """Counts failures and drops per batch, enforces the bounds in the settings, and keeps drops until `drain`."""
 
     def __init__(self, settings: RolloutSettings) -> None:
         self.settings = settings
         self.last = Drop("none", "nothing was dropped", "")
-        self._drops: collections.deque[Drop] = collections.deque()  # the main thread takes from its left end
+        self._drops: collections.deque[Drop] = collections.deque()  # the main thread removes drops from the left
         self._group_drops: collections.Counter[str] = collections.Counter()  # dropped groups, since the last drain
         self.thrown_away: dict[str, float] = collections.defaultdict(float)  # see `count_thrown_away`
         self._num_done = 0  # finished trajectories, since the last batch was taken
@@ -229,7 +229,7 @@ class DropCounter:
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if too many trajectories of a validation batch failed: the mean would mislead."""
+        """Raises RolloutError if so many trajectories of a validation batch failed that the mean would mislead."""
         self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
 
     def _check_failed(self, num_failed: int, total: int, when: str) -> None:
@@ -346,10 +346,10 @@ class GroupScheduler:
             return False
         if self._num_admissible(weight_version, self.settings.max_concurrent) > 0:
             return True
-        return bool(self.startable(weight_version))  # after a resume, more groups may be finished than fit the window
+        return bool(self.startable(weight_version))  # after a resume, finished groups may exceed the window
 
     def plan(self, weight_version: int) -> int:
-        """Returns how many new positions to `queue` before groups start. On-policy, also queues those to resample."""
+        """Returns how many new positions to `queue` before groups start. On-policy, also queues groups to resample."""
         if self.settings.max_staleness == 0:
             if self.running or self._queued:
                 return 0
@@ -357,7 +357,7 @@ class GroupScheduler:
         return self.max_new(weight_version)
 
     def max_new(self, weight_version: int) -> int:
-        """Returns the largest number of new positions that `plan` may ask for."""
+        """Returns the largest number of new positions that `plan` may return."""
         max_concurrent = None if self.settings.max_staleness == 0 else self.settings.max_concurrent
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
@@ -469,7 +469,7 @@ class GroupScheduler:
             first = self._stream()[: self.settings.groups_per_iteration]
             missing = [group_id for group_id in first if group_id not in self.finished]
             is_full = not missing and len(first) == self.settings.groups_per_iteration
-            waits_for = [group_id for group_id in missing if group_id in self.running]  # the others are queued
+            waits_for = [group_id for group_id in missing if group_id in self.running]  # other missing ones are queued
             batch = Batch(group_ids=first if is_full else None, waits_for=waits_for)
         if batch.group_ids is None:
             return batch
@@ -488,7 +488,7 @@ class GroupScheduler:
         self.taken = []
 
     def _drop(self, group_id: int, reason: str, message: str) -> None:
-        """Removes a running or finished group and drops its trajectories, except those dropped before."""
+        """Removes a running or finished group and drops those of its trajectories that are not dropped yet."""
         if group_id in self.running:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
@@ -535,7 +535,7 @@ class GroupScheduler:
     def load_state_dict(self, state: State) -> None:
         """Restores finished groups before the first `take`; requeues groups that were in flight."""
         num_iterations = int(state["num_consumed"]) // int(state["groups_per_iteration"])
-        self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission counts in this run's P
+        self.num_consumed = num_iterations * self.settings.groups_per_iteration  # admission uses this run's P
         self._queued = sorted(state["in_flight"])
         self._num_resamples, self.finished = dict(state["resamples"]), {}
         for group in map(Group.from_state, state["finished"]):
@@ -603,7 +603,7 @@ def pass_over(
 def find_late(
     settings: RolloutSettings, weight_version: int, versions: Mapping[int, int], running: Collection[int] = ()
 ) -> list[int]:
-    """Returns the fewest groups to give up so that all others are trained on in time; prefers running groups.
+    """Returns the smallest set of groups to give up so that the rest train in time; gives up running groups first.
 
     Without over-sampling, no group is late, except after a resume with a smaller η or P.
 

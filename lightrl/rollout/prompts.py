@@ -18,11 +18,11 @@ from lightrl.trajectory import Prompt, sampling_seed
 State = dict[str, Any]  # plain Python, for a checkpoint
 MAX_SKIPPED = 100_000  # maximum number of positions skipped in a row
 AHEAD = 256  # number of prompts that a thread makes in advance in one call
-MAX_PREPARED = 2_048  # maximum number of positions to prepare before a choice; a PromptStream keeps more
+MAX_PREPARED = 2_048  # maximum number of positions to prepare before a choice; a PromptStream keeps more than this
 
 
 class Prompts(Protocol):
-    """An endless stream of prompts; None at a position without a prompt to run.
+    """An endless stream of prompts, which has None at a position without a prompt to run.
 
     Subclass it and implement `__getitem__`. The other methods let a thread make prompts in advance if that takes time.
     """
@@ -31,11 +31,11 @@ class Prompts(Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """A string that differs if two runs have different prompts; None skips the comparison."""
+        """A string that differs between runs with different prompts; None skips the comparison."""
         return None
 
     def is_prepared(self, position: int) -> bool:
-        """Whether the prompt at this position can be read without delay."""
+        """Whether the prompt at this position is ready to be read."""
         return True
 
     def prepare(self, first: int, num: int) -> None:
@@ -73,8 +73,8 @@ class Curriculum(Protocol):
 class PromptCursor:
     """Walks through the stream position by position, never backward.
 
-    When a prompt's turn comes, it is run with the probability that the curriculum gives it, or else skipped until the
-    next epoch. The random number depends only on run seed and position, so a position still identifies a group for
+    When a prompt's turn comes, it runs with the probability that the curriculum returns; otherwise it is skipped until
+    the next epoch. The random number depends only on run seed and position, so a position still identifies a group for
     seeds and resume. Observations take effect at the next choice, by position, not in the order in which groups finish.
     """
 
@@ -83,7 +83,7 @@ class PromptCursor:
     next_position: int = 0
     num_skipped: int = 0  # positions skipped since this object was made
     past_success: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # sums over prompts seen before
-    # Position → prompt id and success rate, not yet passed to the curriculum.
+    # Position → prompt id and success rate, until the curriculum gets them.
     _observations: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def at(self, position: int) -> Prompt | None:
@@ -107,7 +107,7 @@ class PromptCursor:
             is_chosen = prompt is not None and self._is_chosen(run_seed, position, prompt)
             if prompt is not None and rate_of is not None:
                 rate, kind = rate_of(prompt.id), "played" if is_chosen else "skipped"
-                if rate is not None:  # the prompt has come before
+                if rate is not None:  # not a new prompt
                     self.past_success[f"{kind}_again"] += 1
                     self.past_success[f"{kind}_again_success"] += rate
             self.next_position = position + 1
@@ -125,7 +125,7 @@ class PromptCursor:
         )
 
     def unprepared(self, positions: Sequence[int], num: int, run_seed: int) -> int | None:
-        """Returns the first unprepared of these positions and the next `num` choices, or None. Raises like `choose`."""
+        """Returns the first unprepared position, of these and the next `num` choices, or None. Raises like `choose`."""
         prompts = self.prompts
         assert prompts is not None
         for position in positions:
@@ -145,14 +145,14 @@ class PromptCursor:
         self._observations[position] = (prompt_id, success_rate)
 
     def state_dict(self) -> State | None:
-        """Returns the curriculum's state and pending observations, without `next_position`; None without curriculum."""
+        """Returns the curriculum's state and pending observations, but not `next_position`; None without curriculum."""
         if self.curriculum is None:
             return None
         observations = [[position, *item] for position, item in sorted(self._observations.items())]
         return {"state": self.curriculum.state_dict(), "observations": observations}
 
     def load_state_dict(self, state: State | None) -> None:
-        """Restores the curriculum, unless there is none now or the checkpoint had none."""
+        """Restores the curriculum if both this run and the checkpoint have one."""
         if self.curriculum is None or state is None:
             return
         self.curriculum.load_state_dict(state["state"])
@@ -171,7 +171,7 @@ class PromptCursor:
 
 @dataclass(eq=False)
 class PromptsAhead:
-    """Makes prompts ahead of need; belongs to the controller's event loop."""
+    """Makes prompts before they are needed; belongs to the controller's event loop."""
 
     cursor: PromptCursor  # determines which prompts come next
     tasks: Tasks  # ends the run if the stream raises
@@ -193,7 +193,7 @@ class PromptsAhead:
         return missing is not None
 
     def refill(self) -> None:
-        """Makes more prompts, if fewer than half of `AHEAD` are left."""
+        """Makes more prompts if fewer than half of `AHEAD` are left."""
         first, prompts = self.cursor.next_position, self.cursor.prompts
         if prompts is not None and not prompts.is_prepared(first + AHEAD // 2):
             self._begin(first)

@@ -1,4 +1,4 @@
-"""Rollout, the source of groups for loop and callbacks, and RecordedRollout, which replays an earlier run's groups.
+"""Rollout, where loop and callbacks get groups from, and RecordedRollout, which replays an earlier run's groups.
 
 RolloutController generates groups, and `loops.SharedRollout` shares rank 0's controller with all ranks.
 """
@@ -81,7 +81,7 @@ class RecordedRollout:
         """No-op: no group is in flight."""
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
-        """Consumes the export although there is no engine, because all ranks take part in it."""
+        """Consumes the export although there is no engine, because exporting is a collective of all ranks."""
         for _ in buckets:
             pass
         self.weight_version = weight_version

@@ -33,7 +33,7 @@ class RLTrainer(L.Trainer):
     settings: Mapping[str, object] | None = None  # from the command line and config files; None without a command
     open_rollout: Rollout | None = None  # set while a stage of an RLModule runs
     memory_estimate: str  # describes the estimated memory use of a rank
-    # Logs a number of the training batch: (name, value, other arguments of `log`). If False, Lightning must log it.
+    # Logs a number of the training batch: (name, value, other arguments of `log`) → False if Lightning must log it.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
     restoring: object = None  # the checkpoint that a fit is restoring; None once the fit runs
     saved_at: int | None = None  # the iteration after which the last checkpoint was saved
@@ -54,7 +54,7 @@ class RLTrainer(L.Trainer):
 
     @property
     def iteration(self) -> int:
-        """The current iteration, counted from 1; between iterations, the last one; 0 before the first."""
+        """The current iteration, counted from 1; between iterations, the last one; 0 before the first iteration."""
         return self.global_step + self.is_in_iteration
 
     @property

@@ -1,8 +1,8 @@
-"""TrajectoryRunner: runs a workflow for the trajectories of a group, in rank 0's process or in a workflow worker.
+"""TrajectoryRunner: runs a workflow for a group's trajectories, in rank 0's process or in a workflow worker.
 
 InFlightCompletions keeps the completions of running groups, and the environments' answers to them, so that a resumed
 run can continue from there. AdmissionBatch makes groups that start together reach the engine together. Rewards computes
-rewards. The last two exist only in rank 0's process.
+rewards. AdmissionBatch and Rewards exist only in rank 0's process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightrl.trajectory import Attached, Group, Prompt, Sampling, Trajectory, sa
 from lightrl.workflows.workflow import GroupResult, RunResult, TurnLog, Workflow, check_trajectory, self_cancellation
 
 # Event-loop ticks after which every new trajectory has reached its first `generate`. One tick starts the group's task,
-# and one that of the trajectory or request. The rest allow for a workflow that first awaits something already done.
+# and one the trajectory's or request's task. The rest allow for a workflow that first awaits something already done.
 ADMISSION_TICKS = 5
 
 
@@ -54,7 +54,7 @@ class InFlightCompletions:
         self._logs.pop(seed_name, None)
 
     def hand_over(self, seed_name: str, samples: Sequence[int], run_seed: int) -> State | None:
-        """Removes and returns what a checkpoint had for these samples, for `take_over`; None in validation."""
+        """Removes and returns these samples' state from a checkpoint, for `take_over`; returns None in validation."""
         if seed_name not in self._completions:
             return None
         started: dict[int, Completion] = {}
@@ -138,7 +138,7 @@ class TrajectoryRunner:
                         if sample not in missing:
                             raise RolloutError(f"{name} yielded an unrequested sample {sample!r} of {prompt.id!r}.")
                         del missing[sample]
-                        is_checked = self.workflow.samples_apart  # or was built by lightrl's `run_group`
+                        is_checked = self.workflow.samples_apart  # lightrl's own `run_group` checked or built it
                         yield sample, result if is_checked else self._check(result, prompt)
                 error = RolloutError(f"{name} ended without a trajectory for prompt {prompt.id!r}.")
         except (RolloutError, RewardError) as raised:
@@ -168,7 +168,7 @@ class TrajectoryRunner:
 
 @dataclass(eq=False)
 class _GroupGenerate:
-    """Calls the policy in the trajectories of one group; see `GroupGenerate`."""
+    """Calls the policy for the trajectories of one group; see `GroupGenerate`."""
 
     engine: RolloutEngine
     in_flight: InFlightCompletions
@@ -186,7 +186,7 @@ class _GroupGenerate:
         seeds = {sample: sampling_seed(self.run_seed, self.seed_name, sample, 0) for sample in self.samples}
         in_flight = self.in_flight.completions(self.seed_name)
         futures: dict[int, asyncio.Future[Completion]] = {}
-        unfinished: dict[int, Completion | None] = {}  # sample → partial completion from a checkpoint, if any
+        unfinished: dict[int, Completion | None] = {}  # sample → partial completion from a checkpoint, or None
         for sample, seed in seeds.items():
             in_flight[seed] = None
             started = self.in_flight.started.pop(seed, None)
@@ -215,7 +215,7 @@ class _GroupGenerate:
 
 @dataclass(eq=False)
 class _TurnGenerate:
-    """Calls the policy in one trajectory, turn by turn."""
+    """Calls the policy for one trajectory, turn by turn."""
 
     group: _GroupGenerate
     sample: int
@@ -323,18 +323,18 @@ class Rewards:
     _results: dict[asyncio.Future[bool], asyncio.Future[RewardResult]] = field(default_factory=dict, init=False)
 
     def compute(self, trajectory: Trajectory) -> asyncio.Future[bool]:
-        """Sets a trajectory's reward; the future's result is False if that failed. The worker enforces a deadline."""
+        """Sets a trajectory's reward; the future gives False if the reward failed. The worker enforces a deadline."""
         loop = asyncio.get_running_loop()
         is_kept: asyncio.Future[bool] = loop.create_future()
         if trajectory.workspace is not None:
             is_kept.add_done_callback(lambda _: self.workflow.clean_up(trajectory))
         if not self._unsent:
-            loop.call_soon(self._send)  # after the other trajectories that finish now
+            loop.call_soon(self._send)  # after the other trajectories that finish in this tick
         self._unsent.append((trajectory, is_kept))
         return is_kept
 
     def log_failed(self, error: RolloutError | RewardError, group_id: int, sample: int) -> None:
-        """Logs what a workflow had recorded before it failed."""
+        """Logs the trajectory that a workflow had recorded before it failed."""
         if self.failures is not None and (failed := getattr(error, "trajectory", None)) is not None:
             failed.group_id, failed.sample = group_id, sample
             self.failures.write(failed, error)
@@ -363,7 +363,7 @@ class Rewards:
             return
         done, _ = await asyncio.wait(waiting.values(), return_when=asyncio.FIRST_EXCEPTION)
         for is_kept in done:
-            is_kept.result()  # raises the error, if any
+            is_kept.result()  # raises if the reward worker failed
         num_expected = sum(self.drops.settings.size_of(group.prompt) for group in groups)
         for key, is_kept in waiting.items():
             del self._deferred[key]

@@ -1,11 +1,11 @@
-"""WorkflowPool: runs groups in separate processes, whose engines follow rank 0's; everything else stays in rank 0.
+"""WorkflowPool: runs groups in other processes, whose engines follow rank 0's engine. The rest stays on rank 0.
 
     rank 0: GroupScheduler ─ WorkflowPool ══ channel ══► worker (workflow_worker.py) ── requests ──► servers
               order, admission,      │  ▲                   TrajectoryRunner: workflow, tokens, text
               rewards, batches       └──┴─ engine: servers' states, weight versions, pauses
 
 The worker that runs the fewest trajectories gets a trajectory's prompt and seeds, and sends the trajectory back. The
-result does not depend on which worker runs it. If a worker dies or hangs, it is logged and replaced, and others run its
+result does not depend on the worker. If a worker dies or hangs, it is logged and replaced, and other workers run its
 trajectories again from their seeds, with the current weights; the version at the group's start bounds the staleness.
 """
 
@@ -62,7 +62,7 @@ class _Worker:
     channel: Channel
     pid: int
     answers: dict[int, tuple[type, asyncio.Future[Any]]] = field(default_factory=dict)  # key of the request → answer
-    # Key → the prompt, its running samples, and the queue of their results.
+    # Key of a run → its prompt, its running samples, and the queue of their results.
     runs: dict[int, tuple[Prompt, set[int], _Results]] = field(default_factory=dict)
     state: Any = None  # the state of the worker's engine
     num_done: int = 0  # finished trajectories
@@ -110,7 +110,7 @@ class WorkflowPool:
         _check_copyable(self.workflow, self.num)
         self._leader, self._follower = self.engine.open_to_workers(self.num)
         self.in_flight = InFlightCompletions(self.workflow)
-        self._workers: list[_Worker] = []  # only ready ones
+        self._workers: list[_Worker] = []  # only workers that are ready
         self._has_workers = asyncio.Event()
         self._was_ready = False  # whether any worker has ever been ready
         self._keys = itertools.count()
@@ -125,9 +125,9 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields what `TrajectoryRunner.run_group` yields in the workers; a cancellation stops it there too.
+        """Yields the results of `TrajectoryRunner.run_group` in the workers; a cancellation stops it there too.
 
-        If workers die `MAX_DEATHS` times while they run a sample, it fails with a RolloutError.
+        If workers die `MAX_DEATHS` times while they run a sample, the sample fails with a RolloutError.
         """
         results: _Results = asyncio.Queue()
         num_deaths: Counter[int] = Counter()
@@ -180,7 +180,7 @@ class WorkflowPool:
             worker.channel.send(None, "end group", seed_name)
 
     async def states_of_workers(self) -> list[State]:
-        """Returns what each worker has in flight while the engine is paused; omits workers that die during the call."""
+        """Returns the state of each worker's runs while the engine is paused; omits workers that die meanwhile."""
         answers = [worker.ask(next(self._keys), "state") for worker in self._workers]
         states = await asyncio.gather(*answers, return_exceptions=True)
         for state in states:
@@ -224,7 +224,7 @@ class WorkflowPool:
                     f"The {name} ended with {ending} before it had finished a trajectory (deaths in a row: "
                     f"{num_early_deaths}). See its output above. Fix the cause, or set workflow_workers to 0."
                 )
-            lost = f"Trajectories to run again: {num_lost}." if num_lost else "It was running none."
+            lost = f"Trajectories to run again: {num_lost}." if num_lost else "It was running no trajectories."
             log.warning("The %s ended with %s. %s", name, ending, lost)
 
     async def _wait_until_ready(self, name: str, child: ChildProcess, end: socket.socket) -> _Worker | None:

@@ -1,4 +1,4 @@
-"""A workflow worker: a process that runs workflows for workflow_pool.py, with an engine that follows rank 0's.
+"""A workflow worker: a process that runs workflows for workflow_pool.py, with an engine that follows rank 0's engine.
 
     pool ─► worker   (key, "run", ...), (key, "cancel"), (None, "end group", ...),
                      (key, "follow", state of the servers), (key, "state")

@@ -84,7 +84,7 @@ def test_a_prompt_that_json_cannot_hold_ends_the_log_not_the_run(tmp_path, caplo
     groups[0].trajectories[0].prompt.fields["answer"] = {1, 2}
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: groups, TrajectoryLog(), default_root_dir=tmp_path)
-    assert "it holds {1, 2} (set)" in caplog.messages[0]
+    assert "it contains {1, 2} (set)" in caplog.messages[0]
 
 
 def test_a_table_is_printed_now_and_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -196,7 +196,7 @@ def test_trajectories_of_a_group_each_get_their_own_outcome(pool):
     first, refused, cancelled, last = asyncio.run(outcomes_of_group(pool, group, cancelled=2))
     assert [first, last] == [RewardResult(0.5), RewardResult(0.25)]
     assert isinstance(refused, RewardError)
-    assert "cannot be sent to the reward process as JSON: it holds {1, 2} (set)" in str(refused)
+    assert "cannot be sent to the reward process as JSON: it contains {1, 2} (set)" in str(refused)
     assert isinstance(cancelled, asyncio.CancelledError)
 
 

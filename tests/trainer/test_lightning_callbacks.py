@@ -159,7 +159,7 @@ AVERAGES = (
 )
 FREEZES = (
     "it freezes layers before the models are loaded. In configure_model, call super().configure_model(), then "
-    "requires_grad_(False) on what to freeze."
+    "requires_grad_(False) on the layers to freeze."
 )
 
 
