@@ -83,6 +83,7 @@ def test_orchestrator_compares_the_controller_to_a_bare_loop(capsys):
     assert lines[-1]["controller_ratio_40"] > 0
 
 
+@pytest.mark.extra
 def test_async_overlap_keeps_its_staleness_bound_and_the_distribution_of_lengths(capsys):
     async_overlap.main(["--quick"])
     lines = [line for line in printed(capsys) if "order" in line]
@@ -159,6 +160,7 @@ def test_gpu_update_has_the_same_gradients_on_both_sides():
     assert (gradients[0] - gradients[1]).norm() < 1e-5 * gradients[0].norm()
 
 
+@pytest.mark.extra
 def test_gpu_update_prints_each_contender(capsys):
     gpu_update.main(["--quick", "--contenders", "plain,pure,mixed"])
     rows = [line for line in printed(capsys) if "contender" in line]
@@ -172,6 +174,7 @@ def test_gpu_update_times_the_update_phase_of_a_trainer(capsys):
     assert row["tokens_per_s"] > 0
 
 
+@pytest.mark.extra
 def test_the_roofline_has_no_part_that_gets_slower_when_it_is_compiled(capsys):
     for form in ([], ["--eager"], ["--shared"]):
         roofline.main(["--quick", *form])

@@ -13,8 +13,8 @@ from fake_sglang.faults import OF_LOADS, OF_SERVED_WEIGHTS
 from benchmarks.sync_faults import FAULTS, HEALTHY, MARKERS, Servers, SyncFault, fake_servers, run_fault, run_healthy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-# The first of each kind through each transport, with as few servers as it needs, is in the default run.
-FIRST = {(fault.fault.get("kind"), fault.transport, fault.adapters, fault.damage): fault for fault in reversed(FAULTS)}
+# The first of each kind, with as few servers as it needs, is in the default run.
+FIRST = {(fault.fault.get("kind"), fault.adapters, fault.damage): fault for fault in reversed(FAULTS)}
 DEFAULT = [(fault.name, min(fault.servers)) for fault in FIRST.values()]
 CASES = [
     pytest.param(fault, num, id=f"{fault.name}-{num}", marks=[pytest.mark.extra] * ((fault.name, num) not in DEFAULT))

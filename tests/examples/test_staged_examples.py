@@ -91,6 +91,7 @@ def test_the_last_export_is_a_language_model_of_its_own(runs: Path) -> None:
     assert_same(loaded.state_dict(), runs / "ppo_from_export/export")
 
 
+@pytest.mark.extra
 def test_dpo_and_distillation_start_from_the_same_exports(runs: Path) -> None:
     fit("dpo/dpo.yaml", "--trainer.callbacks+=start_weights.StartWeights")
     fit("distillation/distillation.yaml", "--trainer.callbacks=start_weights.StartWeights")
@@ -99,6 +100,7 @@ def test_dpo_and_distillation_start_from_the_same_exports(runs: Path) -> None:
     assert_same(begun_with(runs / "distillation", "teacher"), runs / "sft_grpo/export")
 
 
+@pytest.mark.extra
 def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(runs: Path, tmp_path: Path) -> None:
     reward_model = runs / "reward_model/export"
     assert "ForSequenceClassification" in (reward_model / "config.json").read_text()

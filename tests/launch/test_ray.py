@@ -162,6 +162,7 @@ class TestOnOneNode:
         assert (total["CPU"] - free["CPU"], total["memory"] - free["memory"]) == (3, 5e8)
         assert launcher.wait() == 0
 
+    @pytest.mark.extra
     def test_servers_that_fail_start_again_alone(self, ray, tmp_path):
         once = NOTES + "sys.exit(3) if notes_of(name) == 1 else time.sleep(600)"
         once = once.replace("notes_of(name)", "open(notes).read().count(f'{name} started')")

@@ -88,6 +88,7 @@ def test_a_resumed_optimizer_continues_bit_for_bit_with_the_saved_rates() -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.extra
 @pytest.mark.slow
 def test_two_ranks_with_shards_update_whole_matrices_and_resume(tmp_path: Path) -> None:
     run(Path(__file__).with_name("muon_run.py"), tmp_path)

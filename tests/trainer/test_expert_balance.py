@@ -174,6 +174,7 @@ def test_biases_move_towards_idle_experts_once_an_iteration_and_reach_the_engine
     assert biases(resumed.policy.state_dict()) == expected
 
 
+@pytest.mark.extra
 def test_two_ranks_balance_as_one_process_does(tmp_path: Path) -> None:
     run(Path(__file__).with_name("expert_balance_run.py"), tmp_path)
     ratios = [torch.load(tmp_path / f"{size}.ratios") for size in (1, 2)]

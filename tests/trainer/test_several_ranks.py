@@ -81,6 +81,7 @@ def test_a_callback_that_decides_otherwise_on_a_rank_does_not_split_them(two_ran
     assert all(torch.equal(first["weights"][key], second["weights"][key]) for key in first["weights"])
 
 
+@pytest.mark.extra
 def test_turns_on_different_ranks_are_compared_as_in_one_process(several_ranks: Any, tmp_path: Path) -> None:
     alone = turns_result(tmp_path)
     tensors = alone["tensors"]

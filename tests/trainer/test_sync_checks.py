@@ -395,6 +395,7 @@ def test_a_sync_that_fails_once_is_tried_again_where_the_only_server_kept_its_we
     assert f"{servers[0].url} serves version 0 again" in warning
 
 
+@pytest.mark.extra
 def test_a_sync_that_fails_twice_ends_the_run(tmp_path, servers):
     class Fails(Callback):
         def on_weights_synced(self, trainer, module, weight_version):
