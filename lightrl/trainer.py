@@ -245,7 +245,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all callbacks get `on_policy_updated` before `on_weights_synced`, which WeightSync calls inside the former.
+        So all callbacks get `on_weight_sync` before `on_weights_synced`, which WeightSync calls inside the former.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:

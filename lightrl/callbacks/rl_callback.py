@@ -7,7 +7,7 @@
       on_rewards_progress … → on_rewards_ready
       on_experience_ready                                       logprobs and advantages are set
       on_minibatch_start → on_minibatch_end …                   once per update
-      on_policy_updated → on_weights_synced
+      on_policy_updated → on_weight_sync → on_weights_synced
     on_train_batch_end                                          (Lightning's)
 
 All are called on the main thread. `module.log` works in all of them except `configure_rollout`.
@@ -84,7 +84,10 @@ class RLCallback(Callback):
         """Called after the optimizer step on minibatch `index`; `metrics` are means over the minibatch."""
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called after all minibatches: the policy is now at `weight_version`, which the engine may not have yet."""
+        """Called after all minibatches: the policy is now at `weight_version`. Hooks may still change its weights."""
+
+    def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+        """Called when all hooks may have changed the weights: WeightSync loads them into the engine."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called when every replica that serves has acknowledged `weight_version`."""

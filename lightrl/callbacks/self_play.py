@@ -97,7 +97,7 @@ class SelfPlay(RLCallback):
         for workflow in workflows:  # last, because an opponent needs weights
             workflow.invite(play, seat)
 
-    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+    def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         if weight_version % self.every_n_iterations == 0:
             self._save(trainer, module, weight_version)
         self._choose(trainer, weight_version)
