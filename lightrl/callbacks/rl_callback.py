@@ -1,6 +1,6 @@
 """RLCallback: Lightning's Callback with hooks for the phases of an iteration.
 
-`configure_rollout` is called once when a stage starts. Then each iteration calls, in this order:
+`before_fit` and `configure_rollout` are called once. Then each iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
       on_rollout_start → on_rollout_progress … → on_rollout_end
@@ -10,12 +10,12 @@
       on_policy_updated → on_weight_sync → on_weights_synced
     on_train_batch_end                                          (Lightning's)
 
-All are called on the main thread. `module.log` works in all of them except `configure_rollout`.
+All are called on the main thread. `module.log` works in all of them except these two.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
@@ -35,6 +35,9 @@ class RLCallback(Callback):
     """
 
     is_single = False  # True if a trainer takes at most one callback of this class
+
+    def before_fit(self, trainer: RLTrainer, module: Any, data: Any) -> None:
+        """Checks that settings fit together, before a model is loaded or a process started; data may be None."""
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
