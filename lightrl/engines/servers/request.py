@@ -311,7 +311,7 @@ def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) 
     if len(supports) != len(token_ids) or not all(supports):
         raise ValueError(f"{len(supports)} sampling masks for {len(token_ids)} tokens, or an empty mask")
     rows = np.arange(len(supports)).repeat([len(support) for support in supports])
-    ids = np.fromiter(itertools.chain.from_iterable(supports), np.int64, len(rows))
+    ids: Any = np.fromiter(itertools.chain.from_iterable(supports), np.int64, len(rows))
     check_numbers(ids, ())
     codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(token_ids, np.int64))
     return TokenArray.of_stored(b"".join(codes), b"", "B")
