@@ -98,9 +98,7 @@ class ExpertBalance(RLCallback):
         config = role.spec.load_config().get_text_config()
         self._coef = float((getattr(config, _COEF, 0.0) if self.loss_coef is None else self.loss_coef) or 0.0)
         if not self.bias_rate and not self._coef:
-            raise ValueError(
-                f"ExpertBalance changes nothing for {config.model_type}: set bias_rate or loss_coef above 0."
-            )
+            raise ValueError(f"ExpertBalance changes nothing for {config.model_type}. Set bias_rate or loss_coef.")
         if self.bias_rate and role.tuning.keeps_base:
             raise ValueError("bias_rate changes the base model, which lora leaves as it is. Set it to 0, or omit lora.")
         if self._coef and not hasattr(config, _COEF):
@@ -124,6 +122,10 @@ class ExpertBalance(RLCallback):
                 raise ValueError(_NO_ROUTES)
             self._layout = RouteLayout.of(role.spec.load_config())
             _refuse({f"{config.model_type}, whose layers do not have equally many experts": self._layout is None})
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and not isinstance(pl_module, RLModule):  # Lightning's Trainer does not call `before_fit`
+            self.before_fit(trainer, pl_module, None)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model = pl_module.policy
@@ -217,9 +219,8 @@ class ExpertBalance(RLCallback):
         local = experience.local
         if local.gaps is not None:
             raise ValueError("ExpertBalance does not support trees of trajectories. Remove one of the two.")
-        if local.routes is None:
+        if local.routes is None or self._layout is None:
             raise ValueError(_NO_ROUTES)
-        assert self._layout is not None, "checked at the start"
         return experience.total(self._layout.load(local.routes[:, :-1][local.loss_mask[:, 1:]]))
 
     def _mark_tokens(self, model: Any) -> None:

@@ -226,7 +226,7 @@ def test_trees_are_refused() -> None:
 def test_what_no_run_can_balance_is_refused_before_a_model_is_loaded(run: dict[str, Any], message: str) -> None:
     trainer: Any = SimpleNamespace(**{"strategy": None, "precision": "32-true", "accumulate_grad_batches": 1, **run})
     with pytest.raises(ValueError, match=message):
-        ExpertBalance(RATE, COEF).before_fit(trainer, run.get("kind", SFT)(spec("qwen3_moe")), None)
+        ExpertBalance(RATE, COEF).setup(trainer, run.get("kind", SFT)(spec("qwen3_moe")), "fit")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile imports what is deprecated
