@@ -232,10 +232,10 @@ def packed(
     tree.fill(flat_indices)
     index, num = (0, 1) if group is None else (group.rank(), group.size())
     padding = -len(rows) % (multiple * num)
-    part = torch.nn.functional.pad(torch.stack([rows, columns]), (0, padding)).chunk(num, 1)[index]
-    flat_indices -= index * part.shape[1]
-    flat_indices[(flat_indices < 0) | (flat_indices >= part.shape[1])] = -1
-    return PackedTokens(*part, [*sizes.tolist(), padding], [*parents.tolist(), -1], flat_indices)
+    rows, columns = torch.nn.functional.pad(torch.stack([rows, columns]), (0, padding)).chunk(num, 1)[index]
+    flat_indices -= index * len(rows)
+    flat_indices[(flat_indices < 0) | (flat_indices >= len(rows))] = -1
+    return PackedTokens(rows, columns, [*sizes.tolist(), padding], [*parents.tolist(), -1], flat_indices)
 
 
 def shared_hidden(
