@@ -232,8 +232,8 @@ class Trainer(RLTrainer):
         self._add_default_callbacks(user_callbacks)
         self._checkpoint_connector = CheckpointConnector(self, self.rollout_loop.resume)
 
-    def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
-        module = self.lightning_module
+    def rl_hooks(self, name: str, module: L.LightningModule | None = None) -> Iterator[Callable[..., Any]]:
+        module = self.lightning_module if module is None else module
         for callback in self.callbacks:
             hook = getattr(callback, name, None)
             if hook is not None and getattr(hook, "__func__", None) is not getattr(RLCallback, name):  # overridden
@@ -245,7 +245,7 @@ class Trainer(RLTrainer):
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and the module. A call from inside a hook waits until that hook ends.
 
-        So all callbacks get `on_policy_updated` first, although WeightSync calls `on_weights_synced` inside that hook.
+        So all callbacks get `on_weight_sync` first, although WeightSync calls `on_weights_synced` inside that hook.
         """
         self._hook_calls.append((name, args))
         if len(self._hook_calls) > 1:
@@ -347,6 +347,8 @@ class Trainer(RLTrainer):
                     self._check_folders()
                 for message, category in INTENDED:
                     warnings.filterwarnings("ignore", message, category)
+            for check in self.rl_hooks("before_fit", module) if is_fit else ():
+                check(next((data for data in given if isinstance(data, L.LightningDataModule)), None))
             try:
                 if isinstance(module, RLModule) and needs_rewards and vars(rank_zero_only)["rank"] == 0:
                     self._check_engine(module, is_fit=is_fit)

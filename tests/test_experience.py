@@ -172,11 +172,8 @@ def test_a_pair_is_two_rows_of_one_group_in_their_order() -> None:
     assert experience.units("group") == [[0, 1, 3, 5], [2, 4]]
 
 
-def test_an_odd_group_cannot_be_cut_into_pairs() -> None:
+def test_an_odd_group_cannot_be_cut_into_pairs_and_an_unknown_unit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"needs an even number of trajectories per group, but group 0 has 3"):
         random_experience().units("pair")
-
-
-def test_an_unknown_unit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"loss_unit must be trajectory, group or pair, got 'token'"):
         random_experience().units("token")

@@ -108,9 +108,11 @@ def test_groups_that_cannot_be_cut_into_pairs_are_refused() -> None:
         InPairs(tiny_spec(), group_size=3)
 
 
-def test_a_module_without_a_reward_is_refused() -> None:
+def test_a_module_without_a_reward_and_a_frozen_policy_are_refused() -> None:
     with pytest.raises(TypeError, match=r"GRPO has no reward\. Write `def reward"):
         GRPO(tiny_spec())
+    with pytest.raises(ValueError, match=r"policy must not be frozen: .* set its lr to 0"):
+        module(policy=Role(tiny_spec(), frozen=True))
 
 
 def test_validation_is_greedy_with_the_same_limits_by_default() -> None:
@@ -289,11 +291,6 @@ def test_a_roles_learning_rate_may_be_0() -> None:
     made = PPO(Role(tiny_spec(), lr=0.0), critic=Role(tiny_spec(), lr=0.5), reward=reward_of, lr=0.1)
     made.configure_model()
     assert [group["lr"] for group in made.parameter_groups()] == [0.0, 0.5]
-
-
-def test_a_frozen_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy must not be frozen: .* set its lr to 0"):
-        module(policy=Role(tiny_spec(), frozen=True))
 
 
 def test_the_reference_is_not_saved_and_comes_back_from_its_source() -> None:

@@ -154,12 +154,10 @@ class Distillation(GRPO):
                     f"{self.teacher_topk}."
                 )
 
-    def setup(self, stage: str) -> None:
-        """Checks, before a model is built, that each labeled source has a teacher and each teacher has a source."""
-        super().setup(stage)
-        data: Any = getattr(self.trainer, "datamodule", None)
+    def before_fit(self, data: Any) -> None:
+        """Checks that each labeled source has a teacher and each teacher has a source."""
         names = [name.removeprefix("teacher_") for name in self.teacher_roles if name != "teacher"]
-        if stage != "fit" or not names or self.teacher_column is not None or not hasattr(data, "sources"):
+        if not names or self.teacher_column is not None or not hasattr(data, "sources"):
             return
         labels = [source.label for source in data.sources["train"]]
         missing = [] if "teacher" in self.teacher_roles else [label for label in labels if label not in names]

@@ -440,13 +440,12 @@ class M2PO(GRPO):
         return calls
 
     def advantages(self, experience: Experience) -> Tensor:
-        is_inside = second_moment_mask(
-            experience["proximal_logprobs"],
-            experience.behavior_logprobs,
-            experience.loss_mask,
-            threshold=self.second_moment_threshold,
-        )
+        logprobs = experience["proximal_logprobs"], experience.behavior_logprobs
+        is_inside = second_moment_mask(*logprobs, experience.loss_mask, threshold=self.second_moment_threshold)
         return torch.where(is_inside, super().advantages(experience)[:, None], 0.0)
+
+    def gradient_weights(self, ratio: Tensor, experience: Experience, outputs: Outputs) -> Tensor:
+        return super().gradient_weights(ratio, experience, outputs) * (experience["advantages"] != 0)
 
 
 class OAPL(GRPO):

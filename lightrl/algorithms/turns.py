@@ -81,15 +81,13 @@ class GiGPO(GRPO):
         self.discount = discount
         self.step_groups = step_groups
 
-    def setup(self, stage: str) -> None:
-        """Checks, before a model is built, that at least one source has turns and a reward for each turn."""
-        super().setup(stage)
-        datamodule = getattr(self.trainer, "datamodule", None)
-        if stage != "fit" or hasattr(datamodule, "recorded_groups"):  # recorded trajectories already have rewards
+    def before_fit(self, data: Any) -> None:
+        """Checks that at least one source has turns and a reward for each turn."""
+        if hasattr(data, "recorded_groups"):  # recorded trajectories already have rewards
             return
         own: Any = self.reward if self.reward_source is None else self.reward_source
         pairs = [(self.workflow, own)]
-        for task in getattr(datamodule, "tasks", {}).values():
+        for task in getattr(data, "tasks", {}).values():
             pairs.append((task.workflow or self.workflow, own if task.reward is None else task.reward))
         pairs = [pair for pair in pairs if not issubclass(class_of(pair[0]) or Workflow, SingleTurn)]
         if all(gives_one_number(reward) for _, reward in pairs):

@@ -76,11 +76,8 @@ class EvaluationCommand(RLCallback):
         self.every_n_iterations = every_n_iterations
         self.timeout_s = timeout_s
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        data: Any = getattr(trainer, "datamodule", None)
-        if not isinstance(pl_module, RLModule) or getattr(data, "recorded_groups", None) is not None:
+    def before_fit(self, trainer: RLTrainer, module: Any, data: Any) -> None:
+        if not isinstance(module, RLModule) or getattr(data, "recorded_groups", None) is not None:
             raise ValueError("EvaluationCommand needs a run with an engine, but this one does not roll out. Remove it.")
         if trainer.is_global_zero and shutil.which(self.command[0]) is None:
             raise ValueError(f"command[0]={self.command[0]!r} must be a program on PATH. Install it, or give its path.")

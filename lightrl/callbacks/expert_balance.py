@@ -91,19 +91,14 @@ class ExpertBalance(RLCallback):
         self._step = 0
         self._hooks: list[RemovableHandle] = []
 
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Raises ValueError, before a model is loaded, if the settings or the model's config rule out balancing."""
-        if stage != "fit":
-            return
-        if not isinstance(pl_module, RLModule) and getattr(pl_module, "batch_type", None) is not ChatBatch:  # not SFT
-            raise ValueError(f"ExpertBalance supports RL and SFT, not {type(pl_module).__name__}. Remove it.")
-        role, strategy = planned_roles(pl_module)["policy"], trainer.strategy
+    def before_fit(self, trainer: Any, module: Any, data: Any) -> None:
+        if not isinstance(module, RLModule) and getattr(module, "batch_type", None) is not ChatBatch:  # not SFT
+            raise ValueError(f"ExpertBalance supports RL and SFT, not {type(module).__name__}. Remove it.")
+        role, strategy = planned_roles(module)["policy"], trainer.strategy
         config = role.spec.load_config().get_text_config()
         self._coef = float((getattr(config, _COEF, 0.0) if self.loss_coef is None else self.loss_coef) or 0.0)
         if not self.bias_rate and not self._coef:
-            raise ValueError(
-                f"ExpertBalance changes nothing for {config.model_type}: set bias_rate or loss_coef above 0."
-            )
+            raise ValueError(f"ExpertBalance changes nothing for {config.model_type}. Set bias_rate or loss_coef.")
         if self.bias_rate and role.tuning.keeps_base:
             raise ValueError("bias_rate changes the base model, which lora does not train. Set it to 0, or omit lora.")
         if self._coef and not hasattr(config, _COEF):
@@ -122,9 +117,15 @@ class ExpertBalance(RLCallback):
                 _ACCUMULATES: trainer.accumulate_grad_batches > 1 and self._coef,
             }
         )
-        engine = getattr(trainer, "engine", None)
-        if isinstance(pl_module, RLModule) and engine is not None and not engine.records_columns:
-            raise ValueError(_NO_ROUTES)
+        if isinstance(module, RLModule):
+            if trainer.engine is not None and not trainer.engine.records_columns:
+                raise ValueError(_NO_ROUTES)
+            self._layout = RouteLayout.of(role.spec.load_config())
+            _refuse({f"{config.model_type}, whose layers do not have equally many experts": self._layout is None})
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage == "fit" and not isinstance(pl_module, RLModule):  # Lightning's Trainer does not call `before_fit`
+            self.before_fit(trainer, pl_module, None)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model = pl_module.policy
@@ -143,11 +144,9 @@ class ExpertBalance(RLCallback):
         self._hooks = [
             router.register_forward_hook(partial(self._observe, index)) for index, router in enumerate(routers)
         ]
-        if isinstance(pl_module, RLModule):
-            self._layout = RouteLayout.of(model.config)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        self._loads = self._counts = self._pull = self._layout = None
+        self._loads = self._counts = self._pull = None
         while self._hooks:
             self._hooks.pop().remove()
 

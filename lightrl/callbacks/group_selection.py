@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.callbacks.rollout_metrics import MeansSince
@@ -79,16 +79,16 @@ class DynamicSampling(RLCallback):
         self.max_dropped_groups_per_iteration = max_dropped_groups_per_iteration
         self._reasons: set[str] = set()  # drop reasons that have occurred; logged from then on
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage != "fit" or not self.group_filter.drop_zero_variance or not isinstance(pl_module, RLModule):
+    def before_fit(self, trainer: RLTrainer, module: Any, data: Any) -> None:
+        if not self.group_filter.drop_zero_variance or not isinstance(module, RLModule):
             return
-        tasks = getattr(getattr(trainer, "datamodule", None), "tasks", None)
-        if min([pl_module.group_size, *(tasks.group_sizes.values() if tasks else ())]) < 2:
+        tasks = getattr(data, "tasks", None)
+        if min([module.group_size, *(tasks.group_sizes.values() if tasks else ())]) < 2:
             raise ValueError(
                 "DynamicSampling.drop_zero_variance drops every group of group_size=1. Set group_size to 2 or more, or "
                 "drop_zero_variance to false."
             )
-        if not pl_module.has_rollout_reward:
+        if not module.has_rollout_reward:
             raise ValueError(
                 "DynamicSampling.drop_zero_variance drops every group if a reward model is the only reward, because "
                 "it runs after the groups are chosen. Set reward= in addition to reward_model=, or set "

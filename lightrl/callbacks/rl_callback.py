@@ -1,21 +1,21 @@
 """RLCallback: Lightning's Callback with hooks for the phases of an iteration.
 
-`configure_rollout` is called once when a stage starts. Then each iteration calls, in this order:
+`before_fit` and `configure_rollout` are called once. Then each iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
       on_rollout_start → on_rollout_progress … → on_rollout_end
       on_rewards_progress … → on_rewards_ready
       on_experience_ready                                       logprobs and advantages are set
       on_minibatch_start → on_minibatch_end …                   once per update
-      on_policy_updated → on_weights_synced
+      on_policy_updated → on_weight_sync → on_weights_synced
     on_train_batch_end                                          (Lightning's)
 
-All are called on the main thread. `module.log` works in all of them except `configure_rollout`.
+All are called on the main thread. `module.log` works in all of them except these two.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback
 
@@ -35,6 +35,9 @@ class RLCallback(Callback):
     """
 
     is_single = False  # True if a trainer takes at most one callback of this class
+
+    def before_fit(self, trainer: RLTrainer, module: Any, data: Any) -> None:
+        """Checks that settings fit together, before a model is loaded or a process started; data may be None."""
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
@@ -84,7 +87,10 @@ class RLCallback(Callback):
         """Called after the optimizer step on minibatch `index`; `metrics` are means over the minibatch."""
 
     def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called after all minibatches: the policy is now at `weight_version`, which the engine may not have yet."""
+        """Called after all minibatches: the policy is now at `weight_version`. Hooks may still change its weights."""
+
+    def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+        """Called when all hooks may have changed the weights: WeightSync loads them into the engine."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called when every replica that serves has acknowledged `weight_version`."""

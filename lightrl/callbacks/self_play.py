@@ -50,8 +50,8 @@ class SelfPlay(RLCallback):
         self._engine: LocalEngine | None = None
         self._is_restored = False
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if getattr(pl_module, "workflow_workers", 0):
+    def before_fit(self, trainer: Any, module: Any, data: Any) -> None:
+        if getattr(module, "workflow_workers", 0):
             raise ValueError("SelfPlay decodes in this process. Set workflow_workers to 0.")
         for control in trainer.callbacks:
             if isinstance(control, StalenessControl) and control.max_staleness:
@@ -97,7 +97,7 @@ class SelfPlay(RLCallback):
         for workflow in workflows:  # last, because an opponent needs weights
             workflow.invite(play, seat)
 
-    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+    def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         if weight_version % self.every_n_iterations == 0:
             self._save(trainer, module, weight_version)
         self._choose(trainer, weight_version)

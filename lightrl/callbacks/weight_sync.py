@@ -130,7 +130,7 @@ class WeightSync(RLCallback):
 
     on_sanity_check_start = on_test_start = on_predict_start = on_validation_start
 
-    def on_policy_updated(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
+    def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         if colocated_engine(trainer) is not None:
             to_engine(trainer)
         if trainer.rollout.settings.max_staleness > 0:

@@ -201,6 +201,7 @@ class RolloutLoop(_AutomaticOptimization):
                 resume.why_no_checkpoint = "an iteration is in progress or failed"  # Lightning has not counted it yet
                 with self._phase("sync"):
                     trainer.call_rl_hook("on_policy_updated", trainer.weight_version)
+                    trainer.call_rl_hook("on_weight_sync", trainer.weight_version)
                 resume.why_no_checkpoint = None
         loss = trainer.callback_metrics.get("policy/loss")
         return {} if loss is None else {"loss": loss}

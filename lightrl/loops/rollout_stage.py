@@ -233,7 +233,11 @@ class RolloutStage:
         settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
-        settings = _share_settings(settings, ranks)
+        plain = {
+            name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)
+        }
+        plain = ranks.broadcast_json(plain)  # filter, curriculum and metrics stay on rank 0
+        settings = dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: reading `log_dir` is a collective
         log_folder = None if trainer.fast_dev_run else folder
         start = functools.partial(self._start_controller, module, settings, prompts, log_folder)
@@ -324,13 +328,6 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
     if module.loss_unit == "pair" and settings.incomplete_groups == "train":
         settings = dataclasses.replace(settings, incomplete_groups="resample")  # a single trajectory is not a pair
     return settings
-
-
-def _share_settings(settings: RolloutSettings, ranks: Ranks) -> RolloutSettings:
-    """Returns rank 0's settings on every rank, but only rank 0 keeps the filter, curriculum and metrics."""
-    plain = {key: value for key, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)}
-    plain = ranks.broadcast_json(plain)
-    return dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)
 
 
 def devices_text(trainer: RLTrainer) -> str:

@@ -218,6 +218,9 @@ def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs
     scores = experience["reward_model_scores"]
     if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
+    if rows := (~scores.isfinite()).nonzero()[:, 0].tolist():
+        problem = f"reward_model returned {scores[rows[0]]:g} for row {rows[0]}. Check its dtype: float16 overflows."
+        raise mark_as_on_all_ranks(TrainingError(problem))
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}
     if "token_rewards" in experience.tokens:

@@ -66,8 +66,8 @@ class RLTrainer(L.Trainer):
         """Returns a context in which SIGTERM ends a single-process run at once; used while it waits for the engine."""
         return nullcontext()
 
-    def rl_hooks(self, name: str) -> Iterator[Callable[..., Any]]:
-        """Yields the hook of each callback that defines it, then the module's."""
+    def rl_hooks(self, name: str, module: L.LightningModule | None = None) -> Iterator[Callable[..., Any]]:
+        """Yields the hook of each callback that defines it, then the module's; None is the running module."""
         raise NotImplementedError
 
     def call_rl_hook(self, name: str, *args: object) -> None:

@@ -310,23 +310,17 @@ class SingleModel:
     def _packed(self, experience: Experience, tree: PrefixTree) -> States:
         """Runs all rows as one packed row, or this rank's part of it; `tree` contains all rows' segments."""
         device, group = experience.token_ids.device, self.context_group
-        index, num = (0, 1) if group is None else (group.rank(), group.size())
-        layout = packed(tree, experience.token_ids.shape)
-        size = -(-len(layout.rows) // num)  # number of tokens per rank; the row's first token pads the last part
-        padding = num * size - len(layout.rows)
-        first = index * size
-        filled = torch.nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
-        tokens = to_device(filled[0, first : first + size], device), to_device(filled[1, first : first + size], device)
-        packed_rows = PackedRows([*layout.lengths, padding], device, parents=[*layout.parents, -1], group=group)
+        layout = packed(tree, experience.token_ids.shape, group)
+        tokens = to_device(layout.rows, device), to_device(layout.columns, device)
+        packed_rows = PackedRows(layout.lengths, device, parents=layout.parents, group=group)
         starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
         inputs = forward_inputs(self.model, experience, torch.arange(len(experience)), experience.token_ids, tokens)
         inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
             output = self.model.base_model(**inputs, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
-        indices = layout.flat_indices[rows, columns] - first
-        is_here = (indices >= 0) & (indices < size)
-        rows, columns, indices = (to_device(values[is_here], device) for values in (rows, columns, indices))
+        indices = layout.flat_indices[rows, columns]
+        rows, columns, indices = (to_device(values[indices >= 0], device) for values in (rows, columns, indices))
         return rows, columns, output.last_hidden_state[0][indices]
 
     def _replaying(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> AbstractContextManager[None]:

@@ -206,6 +206,8 @@ def test_m2po_leaves_out_outliers_and_clips_nothing() -> None:
     torch.testing.assert_close(advantages[kept], group[kept])
     squares = (experience.proximal_logprobs - experience.behavior_logprobs).square()
     assert squares[is_left_out].min() > squares[kept & (group != 0)].max()
+    weights = module.gradient_weights(experience.loss_mask.float(), replace(experience, advantages=advantages), None)
+    assert torch.equal(weights[experience.loss_mask] == 0, (advantages == 0)[experience.loss_mask])  # for ess_fraction
     assert minibatch_gradient(module, experience)[1]["clipped_fraction"] == 0
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import QUIET, random_experience, tiny_spec
+from tiny import random_experience, tiny_spec
 
 from lightrl.algorithms import GiGPO
 from lightrl.data import Task
 from lightrl.experience import Experience
 from lightrl.rewards import environment_reward
-from lightrl.trainer import Trainer
 from lightrl.trajectory import Trajectory
 from lightrl.workflows import MultiTurn, SingleTurn
 
@@ -138,12 +137,9 @@ def test_a_run_without_rewards_of_turns_is_refused_before_a_model_is_built(
     settings: dict[str, Any], data: dict[str, Any], problem: str | None
 ) -> None:
     module = GiGPO(tiny_spec(), **{"reward": environment_reward, "workflow": MultiTurn, **settings})
-    trainer: Any = Trainer(**QUIET)
-    trainer.datamodule = SimpleNamespace(**data)
-    module.trainer = trainer
     refused = pytest.raises(ValueError, match=f"needs turns and their rewards, but {problem}")
     with refused if problem else contextlib.nullcontext():
-        module.setup("fit")
+        module.before_fit(SimpleNamespace(**data))
 
 
 def test_trajectories_without_turns_are_refused() -> None:

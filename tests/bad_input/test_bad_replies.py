@@ -43,6 +43,8 @@ REPLIES = [
     row("reply: a negative token", reply(token_ids=(3, -1)), "a token id of -1"),
     row("reply: a token of 100 bits", reply(token_ids=(3, 2**100)), "instead of tokens"),
     row("reply: a token outside the vocabulary", reply(token_ids=(3, 8)), "token id 8", "outside the trainer's vocabulary (0 to 7)"),
+    row("reply: a likely token outside the vocabulary", reply(output_token_sampling_logprobs=[-1, -2], output_token_sampling_mask=[[3], [4, 8]]), "token id 8", "(0 to 7)"),
+    row("reply: a negative likely token", reply(output_token_sampling_logprobs=[-1, -2], output_token_sampling_mask=[[3], [-1, 4]]), "a token id of -1"),
     row("reply: more tokens than requested", reply(token_ids=[3] * 5, logprobs=[-1.0] * 5), "generated 5 tokens", "max_new_tokens=4"),
     row("reply: other tokens than logprobs", {**reply(), "output_ids": [3]}, "1 tokens, 2 logprobs"),
     row("reply: a version that is no number", reply(weight_version="default"), "a numbered weight version"),

@@ -120,11 +120,8 @@ def test_rows_run_from_the_highest_advantage_to_the_lowest() -> None:
     assert len(pick_rows(items, [None] * 5, 9)) == 5
 
 
-def test_settings_below_one_are_refused() -> None:
+def test_settings_below_one_and_rows_of_a_table_that_is_not_written_are_refused() -> None:
     with pytest.raises(ValueError, match="every_n_iterations must be >= 1, got 0"):
         TrajectoryLog(every_n_iterations=0)
-
-
-def test_rows_of_a_table_that_is_not_written_are_refused() -> None:
     with pytest.raises(ValueError, match="table_rows=8 has no effect without table_every_n_iterations"):
         TrajectoryLog(table_every_n_iterations=None, table_rows=8)

@@ -349,6 +349,7 @@ def test_a_value_that_cannot_be_read_is_listed(key, value):
         (actor(recompute_logprob=True), "actor.recompute_logprob", False),
         (actor(max_new_tokens=9) | {"gconfig": {"max_new_tokens": 8}}, "actor.max_new_tokens", False),
         (actor(disable_dropout=False), "actor.disable_dropout", False),
+        (learns_from("sft") | {"actor.is_critic": True}, "actor.is_critic", False),
     ],
 )
 def test_a_setting_counts_as_converted_only_if_the_run_is_the_same(areal, key, is_converted):
@@ -357,13 +358,15 @@ def test_a_setting_counts_as_converted_only_if_the_run_is_the_same(areal, key, i
 
 
 @pytest.mark.parametrize("servers", ["sglang", "vllm"])
-def test_an_allocation_keeps_context_experts_vllm_and_offloads(servers: str):
+@pytest.mark.parametrize(("ranks", "offloaded"), [("d2c2e2", ["optimizer"]), ("d2c2", ["parameters", "optimizer"])])
+def test_an_allocation_keeps_context_experts_vllm_and_offloads(servers: str, ranks: str, offloaded: list[str]):
     offloads = {"fsdp": {"offload_params": True}, "optimizer": {"offload": True}}
     engines = {"sglang": {"context_length": 4096}, "vllm": {"max_model_len": 4096}}
-    result = convert({**actor(**offloads), "allocation_mode": f"{servers}:d4+megatron:d2c2e2", **engines})
+    result = convert({**actor(**offloads), "allocation_mode": f"{servers}:d4+megatron:{ranks}", **engines})
     trainer = result.settings["trainer"]
-    assert result.settings["launch"]["allocation"] == f"{servers}:d4+megatron:d2c2e2"
-    assert trainer["strategy"]["init_args"]["offload_to_cpu"] == ["parameters", "optimizer"]
+    assert result.settings["launch"]["allocation"] == f"{servers}:d4+megatron:{ranks}"
+    assert trainer["strategy"]["init_args"]["offload_to_cpu"] == offloaded
+    assert ("actor.fsdp.offload_params" in result.left) is ("e2" in ranks)  # the strategy refuses both
     assert trainer["engine"]["class_path"] == {"sglang": "SGLangEngine", "vllm": "VLLMEngine"}[servers]
     assert ("sglang.context_length" in result.left) is (servers == "vllm")
 

@@ -30,9 +30,11 @@ def test_the_train_loader_is_a_clock_and_prompts_come_from_the_stream(train_file
     assert [data.prompt_stream[position].id for position in (0, 9, 10)] == ["train-0", "train-9", "train-0"]
 
 
-def test_data_without_a_tokenizer_is_refused(train_file: str):
+def test_data_without_a_tokenizer_or_train_data_is_refused(train_file: str, plain_tokenizer):
     with pytest.raises(ValueError, match=r"PromptDataModule has no tokenizer \(tokenizer=None\)"):
         PromptDataModule(train_file, batch_size=2).setup("fit")
+    with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Set train to a file or a hub name"):
+        set_up(PromptDataModule(None, batch_size=1), plain_tokenizer)
 
 
 def test_the_order_of_prompts_follows_from_seed_everything(
@@ -140,11 +142,6 @@ def test_rows_need_no_answer_where_no_column_is_asked_for(tmp_path: Path, plain_
     path = write_rows(tmp_path / "train.jsonl", [{"question": "x"}])
     data = set_up(PromptDataModule(path, batch_size=1, answer_column=None), plain_tokenizer)
     assert data.prompts["train"][0].fields == {"question": "x"}
-
-
-def test_no_train_data_is_refused(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"has no train prompts \(train=None\).*Set train to a file or a hub name"):
-        set_up(PromptDataModule(None, batch_size=1), plain_tokenizer)
 
 
 def test_the_chat_template_and_its_arguments_become_the_tokenizers(train_file: str, plain_tokenizer, chat_tokenizer):

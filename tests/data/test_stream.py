@@ -45,17 +45,11 @@ def test_the_first_prompts_repeat_in_the_order_of_the_data():
     assert ids(stream, 0, 5) == ["train-0", "train-1", "train-0", "train-1", "train-0"]
 
 
-def test_fewer_prompts_than_an_iteration_takes_are_refused():
+def test_fewer_prompts_than_an_iteration_takes_equal_ids_and_negative_positions_are_refused():
     with pytest.raises(ValueError, match=r"batch_size=4 exceeds the 3 train prompts.*Lower it"):
         make_stream(3, batch_size=4)
-
-
-def test_equal_ids_are_refused():
     with pytest.raises(ValueError, match=r"1 train prompts have duplicate ids"):
         PromptStream(RowPrompts.of([Prompt(id="a", token_ids=[1]), Prompt(id="a", token_ids=[2])]), batch_size=1)
-
-
-def test_a_negative_position_is_refused():
     with pytest.raises(IndexError, match=r"position must be >= 0, got -1"):
         make_stream()[-1]
 

@@ -14,10 +14,7 @@ from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.errors import EngineError, WeightSyncError
 
-pytestmark = [
-    pytest.mark.extra,
-    pytest.mark.real_vllm,
-]  # a start takes minutes on a busy machine
+pytestmark = [pytest.mark.extra, pytest.mark.real_vllm]  # a start takes minutes on a busy machine
 CONFIG = tiny_config("vllm")
 
 

@@ -74,9 +74,11 @@ def test_a_teacher_behind_a_server_says_what_it_says_here(
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
-def test_more_top_tokens_than_a_server_gives_are_refused(server: FakeServerProcess) -> None:
+def test_more_top_tokens_than_a_server_gives_or_outside_the_vocabulary_are_refused(server: FakeServerProcess) -> None:
     with pytest.raises(EngineError, match="Lower teacher_topk"):
         ServedScores(server.url, topk=100)(random_experience(), [])
+    with pytest.raises(EngineError, match=r"returned a token id of .* has the policy's vocabulary"):
+        ServedScores(server.url, topk=5, vocab_size=3)(random_experience(), [])
 
 
 @pytest.mark.parametrize("head", ["vocabulary", "scalar"])
@@ -89,11 +91,6 @@ def test_what_no_loss_can_use_is_refused(head: Any, tmp_path: Path) -> None:
     message = "a logprob of nan, which no loss can use" if head == "vocabulary" else r"the reward (nan|inf|-inf)\."
     with FakeServerProcess(str(tmp_path), **flags) as broken, pytest.raises(EngineError, match=f"returned {message}"):
         ask(broken.url)(random_experience(), [])
-
-
-def test_top_tokens_outside_the_policys_vocabulary_are_refused(server: FakeServerProcess) -> None:
-    with pytest.raises(EngineError, match=r"returned a token id of .* has the policy's vocabulary"):
-        ServedScores(server.url, topk=5, vocab_size=3)(random_experience(), [])
 
 
 @pytest.fixture(scope="module")

@@ -256,8 +256,7 @@ def test_damaged_bytes_are_refused_with_the_files_name(what: str, damage: Damage
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
-    ("what", "record"),
-    [("a file", "data/1 of the file"), ("__0_0.distcp", "data/0 of state_dict.policy.1")],
+    ("what", "record"), [("a file", "data/1 of the file"), ("__0_0.distcp", "data/0 of state_dict.policy.1")]
 )
 def test_one_bit_of_a_weight_is_refused_with_its_record(what: str, record: str, tmp_path: Path) -> None:
     file = saved_both_ways(tmp_path)[what]

@@ -66,7 +66,7 @@ def test_a_packed_row_has_each_segment_after_those_it_follows() -> None:
     tree = Prefixes.of(experience((0, [3, 4, 5], [2]), (0, [3, 4, 6, 7], [2, 3]))).tree()
     layout = packed(tree, (2, 5))
     assert (layout.rows.tolist(), layout.columns.tolist()) == ([0, 0, 1], [0, 1, 2])
-    assert (layout.lengths, layout.parents) == ([2, 1], [-1, 0])
+    assert (layout.lengths, layout.parents) == ([2, 1, 0], [-1, 0, -1])
     assert layout.flat_indices.tolist() == [[0, 1, -1, -1, -1], [0, 1, 2, -1, -1]]
 
 

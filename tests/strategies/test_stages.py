@@ -19,8 +19,7 @@ DEFAULT = {"qwen3", "gemma3_text", "granite", "glm4", "qwen3_5_text"}
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(family, marks=[] if family in DEFAULT else [pytest.mark.extra]) for family in IN_STAGES],
+    "family", [pytest.param(family, marks=[] if family in DEFAULT else [pytest.mark.extra]) for family in IN_STAGES]
 )
 def test_the_stages_of_a_model_compute_its_hidden_states_to_the_bit(family: str) -> None:
     model = AutoModelForCausalLM.from_config(config(family, hidden_size=32, initializer_range=0.2)).eval()

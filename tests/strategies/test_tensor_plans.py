@@ -102,12 +102,9 @@ def test_tp_that_does_not_divide_the_heads_is_refused(tp: int, nearest: str) -> 
         check_sizes(config(), 1, tp, "1F1B", 1)
 
 
-def test_tp_that_does_not_divide_the_vocabulary_is_refused() -> None:
+def test_tp_that_does_not_divide_the_vocabulary_and_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab_size=63.*Set tp to 1"):
         check_sizes(config(vocab_size=63), 1, 2, "1F1B", 1)
-
-
-def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"makes 12 stages, but the model only has 8 layers.*at most 4"):
         check_sizes(config(), 6, 1, "Interleaved1F1B", 2)
 

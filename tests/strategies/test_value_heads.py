@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from lightrl.algorithms import GRPO
 from lightrl.dataflow import ModelCall
+from lightrl.errors import TrainingError
 from lightrl.experience import Experience
 from lightrl.loops.score import score
 from lightrl.models import ModelSpec, Role, models_made_by, scalar_head
@@ -123,6 +124,9 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
     earned = torch.where(actual.loss_mask & (actual.loss_mask.flip(1).cumsum(1).flip(1) == 1), given[:, None], 0.0)
     torch.testing.assert_close(actual.token_rewards, token_rewards + earned, rtol=1e-4, atol=1e-4)
     assert module.trained_roles() == ["policy"]
+    module.reward_model.score.weight.data[0, 0] = torch.nan
+    with pytest.raises(TrainingError, match="reward_model returned nan for row 0"):
+        score(module, experience)
 
 
 def test_a_language_model_is_no_reward_model() -> None:

@@ -268,12 +268,9 @@ def test_a_tool_without_described_arguments_is_refused():
         ToolEnvironment([bare])
 
 
-def test_a_path_that_names_nothing_is_refused():
+def test_a_path_that_names_nothing_and_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"'lightrl.workflows.tools' has no 'abacus'"):
         ToolEnvironment(["lightrl.workflows.tools.abacus"])
-
-
-def test_two_tools_of_one_name_are_refused():
     with pytest.raises(ValueError, match="a different name for each"):
         ToolEnvironment([calculator, PATH])
 

@@ -10,6 +10,7 @@ import datetime
 import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lightrl.commands.launch import Launch, layout_of
@@ -74,9 +75,7 @@ def run_folder(value: object, areal: Leaves) -> Outcome:
 
 
 def nodes(value: int, areal: Leaves) -> Outcome:
-    if value == 1:
-        return Outcome({"launch.nodes": 1})
-    if areal.get("scheduler.type") in ("slurm", "ray"):
+    if value == 1 or areal.get("scheduler.type") in ("slurm", "ray"):
         return Outcome({"launch.nodes": value})
     note = "launch.launcher is slurm, since several hosts need a launcher; or use ray, torchrun or kubernetes"
     return Outcome({"launch.nodes": value, "launch.launcher": "slurm"}, note)
@@ -90,9 +89,8 @@ def scheduler(kind: str | None, areal: Leaves) -> Outcome:
 
 def container(image: str | None, kind: object, mount: object) -> JsonObject:
     """Returns the settings that start each process in an image, as AReaL's Slurm launcher does."""
-    if not image or kind == "none":
-        return {}
-    return {"launch.container": f"apptainer exec --nv{f' --bind {mount}' if mount else ''} {image}"}
+    command = f"apptainer exec --nv{f' --bind {mount}' if mount else ''} {image}"
+    return {"launch.container": command} if image and kind != "none" else {}
 
 
 def image(value: str | None, areal: Leaves) -> Outcome:
@@ -161,25 +159,28 @@ def actor_backend(text: str | None, areal: Leaves) -> Outcome:
     return allocation(text, areal)
 
 
-def offloaded(areal: Leaves) -> list[str]:
-    return [name for key, name in _OFFLOADS.items() if areal.get(key)]
+def offloaded(key: str, areal: Leaves, settings: JsonMapping) -> list[str]:
+    """Returns what is offloaded; nothing for a key that the strategy refuses: parameters with divided experts."""
+    ep = layout_of(Launch(allocation=settings["launch.allocation"]), ranks=1).ep
+    names = [name for other, name in _OFFLOADS.items() if areal.get(other) and (ep == 1 or name != "parameters")]
+    return names if _OFFLOADS[key] in names else []
 
 
 _STRATEGIES = ("FSDP2Strategy", "Parallel3DStrategy")
 _OFFLOADS = {"actor.fsdp.offload_params": "parameters", "actor.optimizer.offload": "optimizer"}
 
 
-def of_strategy(name: str, value_of: Callable[[Leaves], object], *kinds: str) -> Rule:
+def of_strategy(name: str, value_of: Callable[[Leaves, JsonMapping], object], *kinds: str) -> Rule:
     """Returns a rule that sets a strategy's setting if the allocation has a strategy of these kinds."""
     rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
 
     def rule(value: bool | None, areal: Leaves) -> Outcome:
         if not value:
             return Outcome()
-        outcomes = [rule(areal[key], areal) for key, rule in rules.items() if key in areal]
-        if {outcome.settings.get("strategy.class_path") for outcome in outcomes} & set(kinds):
-            return Outcome({f"strategy.{name}": value_of(areal)})
-        return Outcome(left=f"the converted run has no strategy with {name}; set it in trainer.strategy: {kinds[0]}")
+        for settings in (rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
+            if settings.get("strategy.class_path") in kinds and (converted := value_of(areal, settings)):
+                return Outcome({f"strategy.{name}": converted})
+        return Outcome(left=f"the converted run's strategy does not support it: see {name} of {kinds[0]}")
 
     return rule
 
@@ -220,9 +221,8 @@ def decoupled(value: bool, areal: Leaves) -> Outcome:
 
 
 def recomputed(value: bool, areal: Leaves) -> Outcome:
-    if not value or areal.get("actor.use_decoupled_loss"):
-        return Outcome()
-    return Outcome(left="without the decoupled loss, the clip is centered on the logprobs of the engine")
+    is_same = not value or areal.get("actor.use_decoupled_loss")
+    return Outcome(left="" if is_same else "without the decoupled loss, the clip is centered on the engine's logprobs")
 
 
 def normalization(name: str) -> dict[str, Rule]:
@@ -252,8 +252,7 @@ def normalization(name: str) -> dict[str, Rule]:
         return Outcome({"model.advantage_mean": None, "model.advantage_std": None})
 
     def leave_one_out(value: bool, areal: Leaves) -> Outcome:
-        rule = to("model.leave_one_out") if value and not has_critic(areal) else only(False, else_="")
-        return rule(value, areal)
+        return (to("model.leave_one_out") if value and not has_critic(areal) else only(False, else_=""))(value, areal)
 
     return {
         section: null_section,
@@ -327,10 +326,8 @@ def overlong(value: bool, areal: Leaves) -> Outcome:
 
 
 def dynamic(value: bool, areal: Leaves) -> Outcome:
-    if not value:
-        return Outcome()
     note = "groups without variance are replaced with new ones, so the batch stays full"
-    return Outcome({"callbacks.DynamicSampling.drop_zero_variance": True}, note)
+    return Outcome({"callbacks.DynamicSampling.drop_zero_variance": True}, note) if value else Outcome()
 
 
 def warmup(setting: str, *, takes_share: bool = False) -> Rule:
@@ -373,6 +370,11 @@ def train_data(path: str, areal: Leaves) -> Outcome:
     return Outcome({"data.train": source(path)}, note)
 
 
+def head(value: bool, areal: Leaves) -> Outcome:
+    kind = areal.get("train_dataset.type") or ("rw" if value and "beta" not in areal else "sft")
+    return only(kind == "rw", else_="only a RewardModel has a scalar head")(value, areal)
+
+
 def completions(path: str, areal: Leaves) -> Outcome:
     rl = train_data(path, areal)
     note = rl.note and "AReaL's script defines the columns: set data.prompt_column and the completions' columns"
@@ -410,9 +412,8 @@ def checkpoints(section: str, kind: str) -> Rule:
 
 
 def validation_steps(value: int | None, areal: Leaves) -> Outcome:
-    if value is None:
-        return Outcome()
-    return Outcome({"trainer.val_check_interval": value, "trainer.check_val_every_n_epoch": None})
+    settings = {"trainer.val_check_interval": value, "trainer.check_val_every_n_epoch": None}
+    return Outcome({} if value is None else settings)
 
 
 def validation_epochs(value: int | None, areal: Leaves) -> Outcome:
@@ -423,8 +424,7 @@ def validation_epochs(value: int | None, areal: Leaves) -> Outcome:
 
 def recover_mode(value: str, areal: Leaves) -> Outcome:
     is_off = value in ("disabled", "off")
-    is_launched = any(key.startswith(_LAUNCHED) for key in areal)
-    command = "launch" if is_launched else "fit"
+    command = "launch" if any(key.startswith(_LAUNCHED) for key in areal) else "fit"
     return Outcome(note="" if is_off else f"continue a run with lightrl {command} --config … --ckpt_path last")
 
 
@@ -461,7 +461,7 @@ SUPERVISED = {
     "dpo": ("DPO", "PreferenceDataModule"),
 }
 SUPERVISED_ROWS: dict[str, Rule] = {  # used instead of the rows in ROWS
-    "actor.is_critic": only(True, False, else_="the module's class determines the head"),
+    "actor.is_critic": head,
     "*.mb_spec.*": left("a batch is one forward and backward: lower batch_size, raise trainer.accumulate_grad_batches"),
     "actor.optimizer.eps": only(1e-8, else_="AdamW's eps is 1e-8; override configure_optimizers"),
     "actor.optimizer.min_lr_ratio": only(0, else_="model.lr_decay ends at 0"),
@@ -533,7 +533,7 @@ ROWS: dict[str, Rule] = {
     "actor.path": policy,
     "actor.init_from_scratch": only(False, else_="give model.policy a config instead of a path"),
     "actor.disable_dropout": only(True, else_="models stay in evaluation mode, so that engine and trainer agree"),
-    "actor.gradient_checkpointing": of_strategy("activation_checkpointing", lambda areal: True, *_STRATEGIES),
+    "actor.gradient_checkpointing": of_strategy("activation_checkpointing", lambda *_: True, *_STRATEGIES),
     "actor.dtype": precision,
     "actor.grad_reduce_dtype": only("float32", else_="see FSDP2Strategy"),
     "actor.attn_impl": left("transformers' default applies; see attn_implementation of ModelSpec"),
@@ -545,7 +545,7 @@ ROWS: dict[str, Rule] = {
     "actor.lora_*": used_by("actor.path"),
     "actor.target_modules": used_by("actor.path"),
     "actor.peft_type": only("lora", else_="adapters are LoRA"),
-    **dict.fromkeys(_OFFLOADS, of_strategy("offload_to_cpu", offloaded, "FSDP2Strategy")),
+    **{key: of_strategy("offload_to_cpu", partial(offloaded, key), "FSDP2Strategy") for key in _OFFLOADS},
     "actor.optimizer": left("the optimizer must be a mapping with lr"),
     "actor.optimizer.type": only("adam", "adamw", else_="the optimizer is AdamW; override configure_optimizers"),
     "actor.optimizer.lr": to("model.lr"),

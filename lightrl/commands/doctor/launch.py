@@ -176,8 +176,8 @@ def findings(
     present = {hosts[node]: report for node, report in enumerate(reports) if report is not None}
     for host, report, log in zip(hosts, reports, logs, strict=True):
         if report is None:
-            fix = f"Check that {host} shares {Path(spec.folder).parent} with the other nodes, and that its Python has "
-            fix += "lightrl (launch.setup, launch.container)." + (f" The end of its log: {log}" if log else "")
+            fix = f"Check that {host} shares {Path(spec.folder).parent} with the other nodes. "
+            fix += f"Its Python needs lightrl (launch.setup, launch.container). The end of its log: {log or 'empty'}"
             yield Finding("nodes", f"{host} did not report.", "fails", fix)
         elif report.step != STEPS[-1]:
             after = STEPS[STEPS.index(report.step) + 1]

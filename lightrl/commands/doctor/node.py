@@ -232,8 +232,8 @@ class NodeCheck:
                     number, clock_s = self._ask(other, port)
                 except (OSError, ValueError) as error:
                     is_reached = False
-                    fix = "Open ports launch.port to launch.port + 64 between the nodes (firewall, security group), "
-                    fix += f"and check that other nodes can reach it as {self.hosts[other]}."
+                    fix = "Open ports launch.port to launch.port + 64 between the nodes (firewall, security group). "
+                    fix += f"Check that other nodes can reach it as {self.hosts[other]}."
                     self._problem("network", f"cannot reach {place}: {error or type(error).__name__}.", fix)
                     break
                 if number != other:
@@ -272,8 +272,8 @@ class NodeCheck:
         except RuntimeError as error:  # includes torch's DistError
             text = f"{name} at {self.hosts[0]}:{self.spec.port} failed: {str(error).strip().splitlines()[0]}"
             variable = "NCCL" if name == "nccl" else "GLOO"
-            fix = "Open this port, or set launch.port if it is in use; open the dynamic ports between the nodes; set "
-            fix += f"{variable}_SOCKET_IFNAME in launch.environment to the interface, and NCCL_DEBUG: INFO to see more."
+            fix = "Open this port, or set launch.port if it is in use; open the dynamic ports between the nodes. "
+            fix += f"Set {variable}_SOCKET_IFNAME in launch.environment to the interface; NCCL_DEBUG: INFO shows more."
             self._problem("all_reduce", text, fix)
 
     def _backends(self) -> Iterator[tuple[str, str, int]]:

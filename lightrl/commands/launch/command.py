@@ -120,9 +120,9 @@ def plan_of(
         facts = replace(facts, on_cpu=True, device_note=NO_GPU)
     elif num_gpus is not None:
         problem = ""
-        if num_gpus < (launch.gpus_per_node or 1):
-            problem = f"launch.gpus_per_node={launch.gpus_per_node or 1}, but torch sees {count_text(num_gpus, 'GPU')}"
-            problem += " on this machine. Lower it, or set launch.launcher to one that starts the run elsewhere."
+        if num_gpus < (needed := launch.gpus_per_node or 1):
+            problem = f"launch.gpus_per_node={needed}, but torch sees {count_text(num_gpus, 'GPU')} on this machine."
+            problem += " Lower it, or set launch.launcher to one that starts the run elsewhere."
         if problem and not (is_shown or is_dry):
             raise ValueError(problem)
         facts = replace(facts, device_note=problem)

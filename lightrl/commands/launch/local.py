@@ -109,9 +109,8 @@ class LocalLauncher(Launcher):
                 self.end()
                 return 0
             name, code = failed
-            failure = f"{name} failed with {_as_text(code)}"
-            if code == LOST:
-                failure += f" {self.plan.hosts[self._process(name).host]}"
+            host = f" {self.plan.hosts[self._process(name).host]}" if code == LOST else ""
+            failure = f"{name} failed with {_as_text(code)}{host}"
             self._write(f"{failure}. The end of {self._log_file(name)}:\n{self._tail(name)}\n")
             retries = self.plan.launch.recover.retries
             has_retry = self._num_restarts < retries

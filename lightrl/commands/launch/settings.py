@@ -313,10 +313,9 @@ def _parse_part(word: str, text: str) -> Part:
         raise _wrong(text, f"{backend!r} is not a backend; choose from {', '.join((*_SERVERS, *_TRAINERS))}")
     allowed = {"sglang": "dtp", "vllm": "dtp", "fsdp": "dtcp"}.get(backend, "dtpce")
     if wrong := [letter for letter, name in _NAMES.items() if name in sizes and letter not in allowed]:
-        why = f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}"
-        if backend == "fsdp":  # in AReaL's strings only megatron has e
-            why += f". Write megatron:{match['sizes']}, which lightrl trains with ep of its own strategies"
-        raise _wrong(text, why)
+        fix = f". Write megatron:{match['sizes']}, which lightrl trains with ep of its own strategies"
+        fix = fix if backend == "fsdp" else ""  # in AReaL's strings only megatron has e
+        raise _wrong(text, f"{backend} has no size {wrong[0]}, only {', '.join(allowed)}{fix}")
     return Part(backend, name=match["name"] or match["old_name"], **sizes)
 
 

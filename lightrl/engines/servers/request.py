@@ -49,6 +49,7 @@ class Answer:
     top: Sequence[Sequence[tuple[float, int]]] | None = None  # logprobs and ids of likely tokens, for each token
     rid: object = None  # id of the answered request
     num_read: object = None  # number of prompt tokens that the server read
+    max_id: int = -1  # the largest id in `token_ids` and in their supports
     problem: str = ""  # why the answer is unusable
 
 
@@ -122,9 +123,9 @@ class CompletionDraft:
                 problem = f"{server} generated with base version {other}; {named.name} needs base {named.base_version}."
                 raise MalformedAnswer(problem)
             versions = TokenArray.of_runs([(named.version, len(token_ids))], "i")
-        if token_ids and max(token_ids) >= self.vocab_size:
+        if answer.max_id >= self.vocab_size:
             raise MalformedAnswer(
-                f"{server} generated token id {max(token_ids)}, outside the trainer's vocabulary (0 to "
+                f"{server} returned token id {answer.max_id}, outside the trainer's vocabulary (0 to "
                 f"{self.vocab_size - 1}). Check that it serves the trainer's model."
             )
         num = len(self.token_ids) + len(token_ids)
@@ -302,14 +303,16 @@ def _checked(raw: RawAnswer) -> Answer:
     sent = {name: text for name, text in raw.raw_columns.items() if text is not None}
     raw_columns = {name: np.frombuffer(base64.b64decode(text), np.int32) for name, text in sent.items()}
     parts = (token_ids, logprobs, versions, raw.finish, columns, raw_columns, raw.full_support, raw.top)
-    return Answer(*parts, rid=raw.rid, num_read=raw.num_read)
+    max_id = max(itertools.chain(raw.token_ids, *(raw.supports or ())), default=-1)
+    return Answer(*parts, rid=raw.rid, num_read=raw.num_read, max_id=max_id)
 
 
 def _support_codes(supports: Sequence[Sequence[int]], token_ids: Sequence[int]) -> TokenArray[int]:
     if len(supports) != len(token_ids) or not all(supports):
         raise ValueError(f"{len(supports)} sampling masks for {len(token_ids)} tokens, or an empty mask")
     rows = np.arange(len(supports)).repeat([len(support) for support in supports])
-    ids = np.fromiter(itertools.chain.from_iterable(supports), np.int64, len(rows))
+    ids: Any = np.fromiter(itertools.chain.from_iterable(supports), np.int64, len(rows))
+    check_numbers(ids, ())
     codes = encode_supports(rows, ids[np.lexsort((ids, rows))], np.array(token_ids, np.int64))
     return TokenArray.of_stored(b"".join(codes), b"", "B")
 

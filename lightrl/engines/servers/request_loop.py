@@ -253,7 +253,11 @@ class RequestLoop:
 
     async def _wait_to_retry(self, server: Server, error: EngineError, failures: _Failures) -> None:
         """Waits if the request may be sent again; otherwise raises the error."""
-        self._check_may_repeat(server, error)
+        is_refused = isinstance(error, ServerRefused) and not error.is_temporary
+        if is_refused and self.versions.is_missing(server, error):
+            self.members.lose(server, str(error))
+        elif is_refused or not isinstance(error, _REPEATED):
+            raise error
         if not isinstance(error, OutOfFiles):
             failures.servers.add(server)
         if isinstance(error, (EngineTimeout, EngineUnreachable)):  # the server may still be alive
@@ -273,14 +277,6 @@ class RequestLoop:
             servers = self.fleet.describe()
             raise EngineError(f"A request {problem}. Last failure: {error} Servers: {servers}.") from error
         await asyncio.sleep(wait_s * random.uniform(1.0, 1.2))
-
-    def _check_may_repeat(self, server: Server, error: EngineError) -> None:
-        """Raises the error unless a repeated request may succeed; if the server lacks the version, marks it as lost."""
-        is_refused = isinstance(error, ServerRefused) and not error.is_temporary
-        if is_refused and self.versions.is_missing(server, error):
-            self.members.lose(server, str(error))
-        elif is_refused or not isinstance(error, _REPEATED):
-            raise error
 
     async def _request(self, server: Server, draft: CompletionDraft) -> None:
         """Sends one request and adds its answer to the draft; aborts it on cancellation or after `generate_s`."""

@@ -61,7 +61,10 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def can_mask(model: PreTrainedModel) -> bool:
     """Whether a row with a mask can contain a tree, as in `shared_rows` of shared_prefix.py."""
-    if rope_depends_on_length(model) or not _attends_to_all(model.config):
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    layers = DynamicCache(config=model.config).layers  # a different kind for layers that do not attend to all tokens
+    if rope_depends_on_length(model) or not all(type(layer) is DynamicLayer for layer in layers):
         return False
     token_ids = torch.cat([_some_tokens(model, 5)[:, [0, 1, 2, *more]] for more in ([3, 4], [4, 3], [3, 3])])
     tree = Prefixes(order=[0, 2, 1], shared=[0, 4, 3], ends=[5, 5, 5]).tree()
@@ -72,13 +75,6 @@ def can_mask(model: PreTrainedModel) -> bool:
         return False
     whole = _hidden(model, token_ids)
     return all(_is_close(model, hidden, whole[rows, columns]) for rows, columns, hidden in parts)
-
-
-def _attends_to_all(config: PretrainedConfig) -> bool:
-    """Whether each layer attends to all earlier tokens, according to the cache that transformers makes for it."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
-    return all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
 
 
 @torch.no_grad()

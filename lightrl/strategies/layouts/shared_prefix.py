@@ -31,6 +31,7 @@ from lightrl.experience import Experience
 from lightrl.functional import on_host, rectangles, to_device
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from transformers import PretrainedConfig, PreTrainedModel
 
 # Cost of one more forward pass, in tokens. Padding with fewer tokens is cheaper than calling every layer again.
@@ -206,17 +207,22 @@ def cost_of_packed(tree: PrefixTree) -> float:
 
 
 class PackedTokens(NamedTuple):
-    """The layout of a packed row of P tokens; on the host."""
+    """The layout of a packed row, of which a rank has P tokens; on the host."""
 
     rows: Tensor  # int64 [P], the microbatch's row that each token comes from
     columns: Tensor  # int64 [P], the token's position in that row
-    lengths: list[int]  # number of tokens of each segment
+    lengths: list[int]  # number of tokens of each segment; the last is the padding
     parents: list[int]  # index of the segment that each segment follows, or -1
-    flat_indices: Tensor  # int64 [B, T], index of each position's state, or -1 without a state
+    flat_indices: Tensor  # int64 [B, T], index of each position's state, or -1 without a state on this rank
 
 
-def packed(tree: PrefixTree, shape: Sequence[int]) -> PackedTokens:
-    """Lays out a tree's segments one after the other; `shape` is (B, T) of the rows."""
+def packed(
+    tree: PrefixTree, shape: Sequence[int], group: dist.ProcessGroup | None = None, *, multiple: int = 1
+) -> PackedTokens:
+    """Lays out a tree's segments, of rows of shape (B, T), one after the other.
+
+    The ranks of `group` have parts of equal length, a multiple of `multiple`; the first token pads the last part.
+    """
     members, starts, ends, parents = torch.tensor(tree.segments).unbind(1)
     sizes = ends - starts
     segment_of_token = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -224,7 +230,12 @@ def packed(tree: PrefixTree, shape: Sequence[int]) -> PackedTokens:
     rows, columns = members[segment_of_token], starts[segment_of_token] + offset
     flat_indices = torch.full(tuple(shape), -1)
     tree.fill(flat_indices)
-    return PackedTokens(rows, columns, sizes.tolist(), parents.tolist(), flat_indices)
+    index, num = (0, 1) if group is None else (group.rank(), group.size())
+    padding = -len(rows) % (multiple * num)
+    rows, columns = torch.nn.functional.pad(torch.stack([rows, columns]), (0, padding)).chunk(num, 1)[index]
+    flat_indices -= index * len(rows)
+    flat_indices[(flat_indices < 0) | (flat_indices >= len(rows))] = -1
+    return PackedTokens(rows, columns, [*sizes.tolist(), padding], [*parents.tolist(), -1], flat_indices)
 
 
 def shared_hidden(

@@ -99,20 +99,16 @@ class Feed:
         packed_rows = position_ids = routes = here = None
         of_tokens = experience.routes if replays else None
         if is_packed:
-            layout = packed(each_alone(experience), experience.token_ids.shape)
-            index, num = (0, 1) if group is None else (group.rank(), group.size())
-            padding = -len(layout.rows) % (multiple * num)
-            packed_rows = PackedRows([*layout.lengths, padding], device, group=group)
-            filled = nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)).chunk(num, 1)[index]
-            tokens = to_device(filled, device)
+            layout = packed(each_alone(experience), experience.token_ids.shape, group, multiple=multiple)
+            packed_rows = PackedRows(layout.lengths, device, group=group)
+            tokens = to_device(torch.stack([layout.rows, layout.columns]), device)
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
             routes = None if of_tokens is None else of_tokens[tokens[0], tokens[1]][None]
             if group is None:
                 columns = to_device(layout.flat_indices, device)[rows, columns]
             else:
                 indices = layout.flat_indices[predicting_positions(on_host(experience.loss_mask))]
-                indices = indices - index * filled.shape[1]
-                on_rank = ((indices >= 0) & (indices < filled.shape[1])).nonzero()[:, 0]
+                on_rank = (indices >= 0).nonzero()[:, 0]
                 here, columns = to_device(on_rank, device), to_device(indices[on_rank], device)
             rows = torch.zeros_like(columns)
         else:  # no token attends to padding at a row's end, and a row's last token predicts nothing

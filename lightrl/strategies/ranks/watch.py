@@ -371,7 +371,11 @@ class RankWatch:
         sys.stderr.write(f"\nRank {self._rank} is here:\n{stack}\n[rank {self._rank}, in {phase!r}] {failure}\n")
         sys.stderr.flush()
         if self._rank == 0 and threading.current_thread() is self._threads[0]:  # the store's thread
-            self._wait_until_known(dead_ranks)
+            # The store disappears when rank 0 exits, so the other ranks read the failure first.
+            keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
+            deadline = time.monotonic() + 3.0
+            while keys and not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(POLL_S / 5)
         self._is_known.set()
         for state in (self._states[rank][0] for rank in dead_ranks if rank in self._states):
             if state is not None and state.host == socket.gethostname():
@@ -381,13 +385,6 @@ class RankWatch:
     def _end_after_grace(self) -> None:
         if not self._closed.wait(GRACE_S):
             self._end_process()
-
-    def _wait_until_known(self, dead_ranks: list[int], timeout_s: float = 3.0) -> None:
-        """Waits until the other ranks have read the failure, because the store disappears when rank 0 exits."""
-        keys = [f"knows/{rank}" for rank in range(1, self._size) if rank not in dead_ranks]
-        deadline = time.monotonic() + timeout_s
-        while keys and not self._store.check(keys) and time.monotonic() < deadline:
-            time.sleep(POLL_S / 5)
 
 
 def _may_be_a_broken_connection(error: BaseException | None) -> bool:

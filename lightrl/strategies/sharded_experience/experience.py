@@ -159,7 +159,9 @@ class ShardedExperience:
                 if is_table(name):
                     tokens[name] = TokenRows.of_rows([codes.numpy() for codes in experience.row_codes(name)])
             elif value.dim() >= 2 and not (is_table(name) or is_index(name)):
-                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=_kept_dtype(name))
+                column = column_of(name)
+                dtype = None if column is None else getattr(torch, column.dtype)  # None keeps the dtype
+                tokens[name] = TokenRows.of_padded(value, experience.lengths.cpu(), dtype=dtype)
             else:
                 rows[name] = value
         return cls(_counts(tokens), {}).with_tensors({**rows, **tokens})
@@ -389,12 +391,6 @@ def _fill(field: str) -> float:
     """Returns the field's value on padding and on other tokens without a value."""
     column = column_of(field)
     return 0 if column is None else column.fill
-
-
-def _kept_dtype(field: str) -> torch.dtype | None:
-    """Returns the dtype in which a column's values are kept and sent; None means their current dtype."""
-    column = column_of(field)
-    return None if column is None else getattr(torch, column.dtype)
 
 
 def _counts(tokens: Mapping[str, TokenRows]) -> dict[str, Tensor]:

@@ -44,6 +44,8 @@ _MAX_DEPTH = 100  # checking a path takes time in proportion to its depth, so de
 _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; read -r _; eval "$2" >/dev/null 2>&1'
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
 _IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
+_ROOTLESS = re.compile(r"^ *rootless(: true)?$", re.MULTILINE)  # in the output of `info`, of podman and docker
+_CGROUPS_V1 = re.compile(r"cgroup ?version: v?1$", re.MULTILINE | re.IGNORECASE)
 _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
@@ -63,6 +65,8 @@ class Docker(Runtime):
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
+        if _ROOTLESS.search(done.stdout) and _CGROUPS_V1.search(done.stdout):
+            log.warning("Without root, %s limits neither memory nor processes with cgroups v1.", self.program)
         self._remove_left_behind()
         return None
 
@@ -116,16 +120,10 @@ class Docker(Runtime):
         start, remove = self._start(name, machine, request), [self.program, "rm", "--force", "--volumes", name]
         words = [shlex.join(["timeout", f"{_CALL_S:g}", *each]) for each in (start, remove)]
         command = ["/bin/sh", "-c", _LIFE, "sh", *words]
+        cwd = Path(request["folder"]).parent  # Podman's monitor may leave a file `oom` here
         with (
             tempfile.TemporaryFile() as errors,
-            subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                cwd=Path(request["folder"]).parent,  # Podman's monitor may leave a file `oom` here
-                start_new_session=True,
-            ) as life,
+            subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, cwd=cwd, start_new_session=True) as life,
         ):
             assert life.stdin is not None
             assert life.stdout is not None
