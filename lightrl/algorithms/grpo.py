@@ -77,7 +77,7 @@ class WeightsSettings(TypedDict, total=False):
 
 
 class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
-    """Arguments of algorithms that set the baseline and `group_size` themselves."""
+    """Arguments for algorithms that set the baseline and `group_size` themselves."""
 
 
 class GRPO(RLModule):
@@ -106,7 +106,7 @@ class GRPO(RLModule):
         score_centering: correct the mean of the score for differences between the engine's and the trainer's
             probabilities, on the `sampling.topk_logprobs` most likely tokens (functional/centering.py). In later
             updates of an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
-        kwargs: further arguments of RLModule.
+        kwargs: other arguments to RLModule.
     """
 
     fixed_settings = RLModule.fixed_settings | {"reference_kl"}

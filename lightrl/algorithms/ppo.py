@@ -103,7 +103,7 @@ class PPO(GRPO):
         whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
         early_stop: skip updates once the policy has moved too far.
-        kwargs: arguments of GRPO, except its group statistics.
+        kwargs: arguments to GRPO, except its group statistics.
     """
 
     advantage_keys = ("advantages", "returns")
