@@ -1,4 +1,4 @@
-"""RolloutMetrics: metrics of each iteration that show whether and how fast a run learns.
+"""RolloutMetrics: metrics for each iteration that show whether and how fast a run learns.
 
 Shapes: B trajectories, T tokens. Every name ends in a unit; a `_fraction` is a share of trajectories (0 to 1) unless
 stated otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
@@ -223,7 +223,7 @@ class MeansSince:
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """Returns the metrics of one iteration's rewards, by name; raises ValueError if there is no trajectory."""
+    """Returns the metrics for one iteration's rewards, by name; raises ValueError if there is no trajectory."""
     groups = list(groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
@@ -245,7 +245,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
-    """Returns metrics of length, truncation, mixed versions and staleness; the policy is at `weight_version`."""
+    """Returns metrics for length, truncation, mixed versions and staleness; the policy is at `weight_version`."""
     num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
     is_mixed = (num_generated > 0) & (oldest < newest)
