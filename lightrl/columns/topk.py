@@ -1,4 +1,4 @@
-"""The columns `behavior_topk_ids` and `behavior_topk_logprobs`: the most likely tokens at each sampled token.
+"""The `behavior_topk_ids` and `behavior_topk_logprobs` columns: the most likely tokens at each sampled token.
 
 Both have K = `Sampling.topk_logprobs` entries per sampled token, the most likely first; a pair takes 8 bytes. With
 truncated sampling they are the most likely tokens of the support, with their logprobs within the support.
