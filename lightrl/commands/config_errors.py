@@ -49,7 +49,7 @@ _TYPE_WORDS: dict[object, str] = {
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
-    """Turns an error of the subcommand's parser into a message for the user."""
+    """Turns an error from the subcommand's parser into a message for the user."""
     try:
         _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -219,7 +219,7 @@ class _Word(str):
     def partition(self, separator: str, /) -> tuple[str, str, str]:
         return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: Any) -> list[str]:  # called by argparse of Python 3.11
+    def split(self, *_: Any) -> list[str]:  # called by Python 3.11's argparse
         return [super().partition("=")[0], self.value]
 
 
@@ -344,8 +344,8 @@ class _SettingCheck:
             if "model" in names[Role]:
                 fix = f"To replace the model with a role, write {{class_path: Role, init_args: {{{outer}}}}}."
             raise UsageError(
-                f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
-                f"({', '.join(names[Role])}){self._origin(path)}. {fix}"
+                f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with settings of its "
+                f"role ({', '.join(names[Role])}){self._origin(path)}. {fix}"
             )
         return max(kinds, key=lambda kind: len(names[kind]))
 
@@ -480,7 +480,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
 
 
 def _fits(kind: type, base: type) -> bool:
-    """Whether a class is a subclass of `base`, or has the public methods of the protocol `base`."""
+    """Whether a class is a subclass of `base`, or has the public methods of the `base` protocol."""
     if not getattr(base, "_is_protocol", False):
         return issubclass(kind, base)
     methods = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]

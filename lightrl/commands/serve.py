@@ -68,7 +68,7 @@ weights into the servers before its first request.
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):  # type: ignore[misc]
-    """Keeps the line breaks of the examples."""
+    """Keeps the line breaks in the examples."""
 
 
 def serve(
@@ -107,7 +107,7 @@ def serve(
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.
         server_args: arguments of the server program by name; on the command line `--server_args.NAME VALUE`.
-        seed: seed of the servers' random numbers.
+        seed: seed for the servers' random numbers.
         startup_timeout_s: seconds that a server may take to become ready.
         log_folder: folder for the servers' logs; by default a temporary one, whose path is printed.
         register: folder in which the servers register; a run finds them if its only server address is `file://FOLDER`.
@@ -203,7 +203,7 @@ def serve_policy(
     LocalEngine generates in this process. To use servers, export the checkpoint and run `lightrl serve --model FOLDER`.
 
     Args:
-        policy: a checkpoint, an exported folder, a hub name, or the YAML of a run, whose untrained policy is served.
+        policy: a checkpoint, an exported folder, a hub name, or a run's YAML, whose untrained policy is served.
         host: address to listen on; with the default only this machine can connect.
         port: 0 for any free port.
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
@@ -364,7 +364,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser.set_defaults(settings)
     if any(arg.partition("=")[0] == "--token" for arg in rest):
         fix = "Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, instead of --token."
-        raise UsageError(f"All users of this machine can read a command line. {fix}")
+        raise UsageError(f"All users on this machine can read a command line. {fix}")
     try:
         values = to_plain(parser.parse_args(joined(rest))).as_dict()
     except ArgumentError as error:

@@ -106,7 +106,7 @@ def _is_new(shown: set[str], record: logging.LogRecord) -> bool:
 
 
 class _RunCheck(LightRLCLI):
-    """Runs two iterations of `lightrl fit`, without its output, with checks before and after them."""
+    """Runs two iterations of `lightrl fit` with its output suppressed, and checks before and after them."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -197,7 +197,7 @@ class _RunCheck(LightRLCLI):
             self._report(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
         warnings, took_s = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
-        sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output of the trial was deleted.\n")
+        sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output from the trial was deleted.\n")
 
     @rank_zero_only
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -401,7 +401,7 @@ def bottleneck_findings(area: str, text: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One paragraph of the report."""
+    """One paragraph in the report."""
 
     area: str  # such as `disk`
     text: str  # the observation

@@ -26,7 +26,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
 _MAX_HOSTS = 16  # maximum number shown: the first hosts and the last one
-SERVER_OFFSET = 1  # the servers' ports come after the port of the trainer's store
+SERVER_OFFSET = 1  # the servers' ports come after the port for the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
 
@@ -85,7 +85,7 @@ def facts_of(settings: JsonMapping) -> RunFacts:
 
 
 def _class(value: object) -> tuple[str | None, JsonMapping]:
-    """Returns the class name and the arguments in `{class_path: …, init_args: …}`, or in a class name alone."""
+    """Returns the class name and the arguments from `{class_path: …, init_args: …}` or from a bare class name."""
     if not isinstance(value, Mapping):
         return (None if value is None else str(value).rpartition(".")[2]), {}
     return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
@@ -107,7 +107,7 @@ class Process:
     host: int  # index into Plan.hosts
     gpus: tuple[int, ...]  # numbers of the GPUs that it uses
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to those of the launcher
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to the launcher's
     rank_environment: Mapping[str, str] = field(default_factory=dict)  # variables that torchrun sets; Slurm sets others
     ports: tuple[int, ...] = ()  # ports of the servers that it starts
 
@@ -167,7 +167,7 @@ def make_plan(
 
     Args:
         folder: the launch's folder; all hosts must see it.
-        port: port of the trainer's store on the first host; servers use the ports above it.
+        port: port for the trainer's store on the first host; servers use the ports above it.
         hosts: names or addresses; by default `node1`, `node2` and so on.
         gpus_per_host: used if the launch does not set it.
         python: the interpreter on the hosts.
@@ -400,7 +400,7 @@ def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
 
 
 def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
-    """Returns the settings of the section `launch:` that give a run its ranks and servers."""
+    """Returns the settings in the `launch:` section that give a run its ranks and servers."""
     policy, engine = run.roles[0], run.engine
     is_served = engine is not None and engine.place == "servers" and engine.starts_servers
     servers, tp = (engine.servers, engine.tp) if engine is not None and is_served else (0, 1)
