@@ -47,8 +47,8 @@ async def outcome_in_thread(
     if functions.total() >= MAX_ABANDONED:
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
-            f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give each function a deadline, or make it async, so that it can be cancelled"
+            f"{functions.total()} calls are still hanging in this process's threads after their deadline: {calls}. No "
+            "more will be started. Give each function a deadline, or make it async, so that it can be cancelled"
         )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
     process = os.getpid()
