@@ -63,7 +63,7 @@ def prompts_of(
 def wrap_train_loader(
     loader: object, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None, seed: int = 0
 ) -> PromptStream:
-    """Returns the prompts of a DataLoader as a stream.
+    """Returns the prompts from a DataLoader as a stream.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),

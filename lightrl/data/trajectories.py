@@ -64,14 +64,14 @@ class TrajectoryDataModule(L.LightningDataModule):
 def read_iterations(path: Path) -> Iterator[list[Group]]:
     """Yields each iteration's groups from a file or a folder of files, in the order of training.
 
-    A line is a record of TrajectoryLog, or a bare trajectory; a file's lines without an iteration form one iteration.
+    A line is a TrajectoryLog record, or a bare trajectory; a file's lines without an iteration form one iteration.
     """
     for file in files_of(path):
         for _, iteration in groupby(read_records(file), key=lambda item: item[1].get("iteration")):
             trajectories = []
             for where, _, trajectory in iteration:
                 if trajectory.reward is None:
-                    raise ValueError(f"{where} has no reward, which training needs.")
+                    raise ValueError(f"{where} has no reward; training needs one.")
                 for name in ("reward", "rewards", "behavior_logprobs"):
                     if not np.isfinite(np.asarray(getattr(trajectory, name) or 0.0)).all():
                         raise ValueError(f"{where} has NaN or infinity in {name!r}, which training cannot use.")
