@@ -1,4 +1,4 @@
-"""RolloutEngine, the interface of all engines; Completion, what they return; PlannedEngine, for memory estimates."""
+"""RolloutEngine, the interface for all engines; Completion, what they return; PlannedEngine, for memory estimates."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -256,7 +256,7 @@ class RolloutEngine(ABC):
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns the logprobs that each routable replica computes for these sequences' tokens, keyed by replica name.
 
-        The temperature is 1, and each first logprob is 0. Cached prefixes of earlier requests are not used. A
+        The temperature is 1, and each first logprob is 0. Cached prefixes from earlier requests are not used. A
         replica that cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}

@@ -1,4 +1,4 @@
-"""Decoder, the protocol for computing next-token logits of a changing set of rows, and a generic implementation.
+"""Decoder, the protocol for computing next-token logits for a changing set of rows, and a generic implementation.
 
 A decoder holds the KV cache of its rows. `append` adds rows at the end, `keep_rows` reorders and removes rows, and
 `clear` removes all rows after the weights have changed. `write` copies weights and never aliases them. Other modules

@@ -56,7 +56,7 @@ from lightrl.weights import Bucket, SharedFolder, block_fp8
 
 
 class ServerSettings(TypedDict, total=False):
-    """The arguments of ServerEngine: the type of its subclasses' `settings`."""
+    """The arguments to ServerEngine: the type of its subclasses' `settings`."""
 
     urls: Sequence[str] | None
     servers: int | None
@@ -297,7 +297,7 @@ class ServerEngine(RolloutEngine):
         )
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
-        """Stops all tasks (requests and checks of servers) and closes connections."""
+        """Stops all tasks (requests and server checks) and closes connections."""
         try:
             await self._home.end_tasks()
         finally:

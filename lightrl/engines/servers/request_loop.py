@@ -58,7 +58,7 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
     attachments: Callable[..., Attachments | None]  # prepares a prompt's inputs other than token ids
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders for the columns to request, except supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:

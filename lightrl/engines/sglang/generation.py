@@ -7,7 +7,7 @@ from typing import Any
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-# Column → SGLang's names for it: the server argument, the field of a request, the field of an answer.
+# Column → SGLang's names for it: the server argument, the field in a request, the field in an answer.
 RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 

@@ -77,7 +77,7 @@ class VLLMEngine(ServerEngine):
 
     Args:
         vllm_python: Python of the environment that has vLLM; None searches for it as SGLangEngine does.
-        settings: settings of `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
+        settings: settings for `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
             distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
             `record_routes: true` starts servers with `enable_return_routed_experts`, which needs vLLM's Model Runner
             V2; with null, only servers that you start with this flag return routes. Not tested on a real server yet.

@@ -31,8 +31,8 @@ class ModelProcess(ServerProcess):
         python: Python of an environment with this kind of server; None to use `find_python`.
         args: the server's arguments, keyed by name with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
-        seed: seed of the server's random number generator.
-        settings: other arguments of ServerProcess.
+        seed: seed for the server's random number generator.
+        settings: other arguments to ServerProcess.
     """
 
     title: str  # for example SGLang; packages use it in lower case, and environment variables in upper case

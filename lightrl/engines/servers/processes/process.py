@@ -274,7 +274,7 @@ class ServerProcess:
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
-        """Writes the token to a file, because all users of the machine can see command lines."""
+        """Writes the token to a file, because all users on the machine can see command lines."""
         descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML

@@ -49,7 +49,7 @@ class AdapterLoader(WeightLoader):
 
     @property
     def weight_version(self) -> int:
-        """The newest adapter version on all routable servers."""
+        """The newest adapter version that every routable server has."""
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
