@@ -1,4 +1,4 @@
-"""The exceptions of a run, as a tree. Errors that a user can fix before the run are ValueErrors and TypeErrors.
+"""The exceptions that a run raises, as a tree. Errors a user can fix before the run are ValueErrors and TypeErrors.
 
 LightRLError
 ├── EngineError               the rollout engine failed
