@@ -1,4 +1,4 @@
-"""SharedRollout: gives every rank the groups, drops, progress and errors of rank 0's rollout controller.
+"""SharedRollout: gives every rank the groups, drops, progress and errors from rank 0's rollout controller.
 
 Texts stay on rank 0. Other ranks get a summary of each trajectory and, from sharing.py, the tokens they work on.
 
@@ -37,7 +37,7 @@ _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """Base of prompts and trajectories on ranks other than 0; explains why an attribute is missing there."""
+    """Base class for prompts and trajectories on ranks other than 0; explains why an attribute is missing there."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying looks these up before the fields are set
