@@ -211,7 +211,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _with_image_frames(self, text: str) -> str:
-        """Replaces the single token that Gemma 3's template writes per image with all tokens that the model reads."""
+        """Expands the one token per image that Gemma 3's template writes into all the tokens that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text

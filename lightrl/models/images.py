@@ -118,7 +118,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
-        """Makes the reader for a model of this config; None if the model accepts only token ids.
+        """Makes the reader for a model with this config; None if the model accepts only token ids.
 
         The image processor comes from the checkpoint. If the checkpoint has none, images are scaled to the tower's
         size, except for models with grids.
@@ -258,7 +258,7 @@ def vision_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirecti
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """Returns the auto class for a language model of this config, with its image tower even if only text is used."""
+    """Returns the auto class for a language model with this config, with its image tower even if only text is used."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
@@ -300,7 +300,7 @@ def read_with_pillow(image: str, read: Callable[[Image], _T]) -> _T:
             return read(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"Image {image[:80]!r} cannot be read ({error}). It must be the path of an image or a data: URL with "
+            f"Image {image[:80]!r} cannot be read ({error}). It must be the path to an image or a data: URL with "
             f"base64: {', '.join(_FORMATS)}."
         ) from error
 
@@ -386,7 +386,7 @@ def image_inputs(
 
     config, kind = model.config, vision_kind(model.config)
     if kind is None or not hasattr(model.base_model, "get_image_features"):
-        raise ValueError(f"{type(model).__name__} cannot read the images of the prompts. Use one of {SUPPORTED}.")
+        raise ValueError(f"{type(model).__name__} cannot read the images in the prompts. Use one of {SUPPORTED}.")
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)
