@@ -57,7 +57,7 @@ class TrainerSettings:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
-        """Reads the section `trainer`, whose objects are already built."""
+        """Reads the `trainer` section, whose objects are already built."""
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
