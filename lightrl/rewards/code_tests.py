@@ -7,8 +7,8 @@ The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements to run after the program, as in MBPP
 
-The tests of APPS and TACO (`input_output`) and of LiveCodeBench (`public_test_cases` and the compressed
-`private_test_cases`; the function's name is in the column `metadata`) need no conversion. Tests call a function of the
+The tests in APPS and TACO (`input_output`) and of LiveCodeBench (`public_test_cases` and the compressed
+`private_test_cases`; the function's name is in the `metadata` column) need no conversion. Tests call a function of the
 program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for tests with `stdin`.
 
 Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
@@ -94,13 +94,13 @@ def code_tests(
     marked as Python, it is the last unmarked block that is not just output; without a fence, the whole completion.
 
     Args:
-        trajectory: its prompt must have the field `tests`, described at the top of this file.
+        trajectory: its prompt must have a `tests` field, described at the top of this file.
         partial_credit: whether the reward is the fraction of tests passed, instead of 1 if all pass and 0 otherwise.
-        cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
+        cpu_s, wall_s, memory_mib: limits for one test, see `Limits`.
         total_s: tests that would start later than this count as `time_limit`; keep it below the reward's timeout,
             which drops the trajectory.
         tolerance: absolute and relative tolerance for numbers.
-        sandbox: dotted path of a Sandbox class.
+        sandbox: dotted path to a Sandbox class.
 
     Returns:
         `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; `wrong_answer`, `runtime_error`, `time_limit`,

@@ -1,4 +1,4 @@
-"""RewardPart: a reward function with arguments and a weight; the reward of several parts is their weighted sum.
+"""RewardPart: a reward function with arguments and a weight; the reward from several parts is their weighted sum.
 
     reward:                                       # in YAML
       - {path: lightrl.rewards.math_answer, name: math, arguments: {format_reward: 0.2}}

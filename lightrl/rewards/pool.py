@@ -53,7 +53,7 @@ class RewardPool(Supervisor[bytes]):
             Trajectory, may be async, and returns a number, or a dict with `reward` and other named numbers, or with
             `rewards`, one number for each token.
         workers: number of processes; one is enough for an async function.
-        timeout_s: deadline of one call in seconds; a process that misses it is killed.
+        timeout_s: deadline for one call, in seconds; a process that misses it is killed.
         startup_timeout_s: deadline for importing the function's module in seconds.
         search_paths: folders to put before this process's import path in the workers.
         memory_limit_mib: limit on the data of each process and each of its children; a call that needs more fails

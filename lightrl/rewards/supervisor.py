@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether the supervisor was closed
 _ASYNC_GRACE_S = 1.0  # a worker cancels overdue async calls itself; it is stopped only if that fails
 _GATHER_S = 0.001  # outcomes of a batch that arrive within this time are delivered together
-_MAX_TOGETHER = 64  # calls of an async function that run at the same time
+_MAX_TOGETHER = 64  # calls to an async function that run at the same time
 _MAX_BATCH = 256
 _BATCH_S = 0.05  # target duration of a batch: slow calls are sent one by one, fast calls in large batches
 _MAX_BATCH_BYTES = 1 << 20
@@ -311,8 +311,8 @@ class Supervisor(ABC, Generic[Request]):
         name: the reward function's name, for messages.
         make_worker: returns a new worker, which is still starting.
         workers: the number of workers.
-        timeout_s: deadline of one call in seconds, from the moment it starts to run.
-        startup_timeout_s: deadline of `Worker.is_ready` in seconds.
+        timeout_s: deadline for one call, in seconds, from the moment it starts to run.
+        startup_timeout_s: deadline for `Worker.is_ready`, in seconds.
         recycle_after: calls after which a worker is replaced as soon as its successor is ready; None for never.
     """
 
@@ -361,7 +361,7 @@ class Supervisor(ABC, Generic[Request]):
     def close(self) -> None:
         """Stops all workers within seconds; pending calls raise RewardError. Safe to call twice."""
         with self._lock:  # no thread starts afterwards
-            self.calls.refuse(f"The workers of reward function {self.name} were closed.")
+            self.calls.refuse(f"The workers for reward function {self.name} were closed.")
             threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
@@ -378,7 +378,7 @@ class Supervisor(ABC, Generic[Request]):
                 `timeout` or `killed` (also after `close`).
         """
         if not self._threads:
-            raise RuntimeError(f"Call start() of reward function {self.name} before compute_rewards().")
+            raise RuntimeError(f"Call start() on reward function {self.name} before compute_rewards().")
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[RewardResult]] = []
         calls = []

@@ -1,7 +1,7 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The metric
-`format` says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
+The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The `format`
+metric says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
 If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
@@ -160,7 +160,7 @@ def math_answer(
     r"""Checks whether the completion's last marked answer equals the reference.
 
     Args:
-        trajectory: its prompt needs the field `answer`: a number, an expression, a letter or words, or a solution that
+        trajectory: its prompt needs an `answer` field: a number, an expression, a letter or words, or a solution that
             ends with one of these after `####` or in `\boxed{}`.
         format_reward: reward of a wrong answer in the right format, from which a policy that is never right can learn.
         require_format: whether an answer that is not in the right format counts as wrong.
@@ -240,7 +240,7 @@ def reference_answer(trajectory: Trajectory) -> str:
     if not (text if answer is None else answer.text):
         raise ValueError(
             f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
-            "Set answer_column of the data."
+            "Set answer_column in the data."
         )
     return text if answer is None else answer.text
 

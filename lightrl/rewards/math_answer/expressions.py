@@ -165,7 +165,7 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 def _letters(items: Tokens) -> list[str]:
-    """Returns the tokens with words split into letters, and without the `_` in texts like `H_2O`."""
+    """Returns the tokens with words split into letters, and without the `_` in text like `H_2O`."""
     result: list[str] = []
     for token, after in itertools.zip_longest(items, items[1:], fillvalue=""):
         if token != "_" or not (result and result[-1].isalpha() and after[:1].isdecimal()):

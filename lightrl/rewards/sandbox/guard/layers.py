@@ -178,7 +178,7 @@ def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
 
 
 def keep_mounts_private() -> bool:
-    """Keeps this namespace's mounts from spreading to the system; returns whether that works."""
+    """Stops this namespace's mounts from propagating to the host; returns whether it succeeded."""
     return mount("none", "/", None, _MS_REC_PRIVATE, "")
 
 
@@ -359,7 +359,7 @@ def refuse_file_handles() -> bool:
 
 
 def _install_filter(calls: tuple[int, ...], code: list[tuple[int, int, int, int]]) -> bool:
-    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to the rest."""
+    """Installs a filter that refuses these calls and other architectures' calls, and applies `code` to the rest."""
     architecture = _REFUSED_CALLS[platform.machine()][0]
     head = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     head += [(_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE)]  # x32 calls on x86-64
