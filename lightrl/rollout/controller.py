@@ -79,7 +79,7 @@ class RolloutController:
     Args:
         engine, reward_worker: must have been started; rewards are computed while other trajectories are generated.
         settings: group and batch sizes, limits, and rules for dropping groups.
-        sampling: settings of training rollouts; the controller sets the seed of each generation.
+        sampling: settings for training rollouts; the controller sets the seed of each generation.
         run_seed: together with position, sample and turn, determines everything that is sampled.
         prompts: the prompt stream; None if only `evaluate` is used.
         failures: the log of trajectories with a failed reward.
@@ -352,7 +352,7 @@ class RolloutController:
         if self._is_open() and self._scheduler.may_start(version):
             if self._ahead.lacks(self._scheduler.startable(version), self._scheduler.max_new(version), self.run_seed):
                 return
-            # Off-policy runs promise no order, and an admission batch would pause running groups.
+            # Off-policy runs do not guarantee an order, and an admission batch would pause running groups.
             async with self._admission.batch() if self.settings.max_staleness == 0 else contextlib.nullcontext():
                 if self._is_open():  # check again, because pausing the engine took time
                     self._start_groups()

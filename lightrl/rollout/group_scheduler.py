@@ -389,7 +389,7 @@ class GroupScheduler:
         return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
 
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
-        """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
+        """Records a finished trajectory in a running group, None if dropped; raises RolloutError if too many failed.
 
         Returns whether the caller must now call `settle`: all trajectories are done, and the group is not resampled.
         """
@@ -424,7 +424,7 @@ class GroupScheduler:
         num, size = len(group.trajectories), self.settings.size_of(group.prompt)
         reason: tuple[str, str] | None = None
         if num == 0:
-            reason = "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
+            reason = "failed", f"Every trajectory in group {group.id} failed: {self.counter.last.message}"
         elif num < size and self.settings.incomplete_groups != "train":
             reason = "incomplete", f"Group {group.id} has only {num} of {size} trajectories."
         elif self.settings.group_filter is not None:
@@ -488,7 +488,7 @@ class GroupScheduler:
         self.taken = []
 
     def _drop(self, group_id: int, reason: str, message: str) -> None:
-        """Removes a running or finished group and drops those of its trajectories that are not dropped yet."""
+        """Removes a running or finished group and drops its trajectories that are not dropped yet."""
         if group_id in self.running:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())
