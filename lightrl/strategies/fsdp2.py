@@ -181,7 +181,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
         _check_divides("ep", self.ep, {**ranks, **experts})
         if experts and not any(experts.values()):
-            raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
+            raise ValueError(f"ep={self.ep} divides experts, but no model in this run has any. Set ep to 1.")
 
     def _check_cp(self, module: L.LightningModule | None, numbers: dict[str, int], tp: int = 1) -> None:
         roles = planned_roles(module)

@@ -1,4 +1,4 @@
-"""Checkpoint folders of several processes: every rank saves and loads its part, under global parameter names.
+"""Checkpoint folders from several processes: every rank saves and loads its part, under global parameter names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
 folder holds everything except weights and optimizers. Every file contains the id of its save; a folder that mixes two
@@ -204,7 +204,7 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from another save than .metadata. Use an earlier one.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from a different save than .metadata. Use another.")
     return rest
 
 

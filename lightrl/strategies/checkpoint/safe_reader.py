@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: no code runs, whatever a file contains, and damaged bytes are refused.
 
-torch's reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and mixes files of different saves; lightrl's files contain a save id.
+torch's reader unpickles `.metadata` and individual values without restriction, so a crafted file can run any command.
+torch writes a CRC-32 of every record but checks none, and mixes files from different saves; lightrl's have a save id.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def own_save_id(saved: Metadata) -> str | None:
 
 
 def mark_of(save_id: str, name: str) -> bytes:
-    """Returns the first bytes of a tensor file: the id of its save, and its name."""
+    """Returns the first bytes of a tensor file: the id of the save it belongs to, and its name."""
     return f"{save_id} {name}\n".encode()
 
 

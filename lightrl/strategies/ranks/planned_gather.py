@@ -100,7 +100,7 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """Returns the prefix of parameters that must have the same owner, such as those of a layer's attention or MLP."""
+    """Returns the prefix of parameters that must have the same owner, such as a layer's attention or MLP parameters."""
     parts = name.split(".")
     index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
