@@ -46,7 +46,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_policy(**options: Any) -> ModelSpec:
-    """Returns a Qwen3 policy with the same random weights each time; `options` are arguments of ModelSpec."""
+    """Returns a Qwen3 policy with the same random weights each time; `options` are arguments to ModelSpec."""
     return ModelSpec(**{"config": TINY_CONFIG, "tokenizer": "lightrl.testing.char_tokenizer", "seed": 0, **options})
 
 
@@ -80,7 +80,7 @@ def make_trajectory(
 
 
 def make_groups(rewards: Sequence[Sequence[float]], **settings: Any) -> list[Group]:
-    """Makes one group per row of rewards; `settings` are arguments of `make_trajectory`."""
+    """Makes one group per row of rewards; `settings` are arguments to `make_trajectory`."""
     groups = []
     for group_id, row in enumerate(rewards):
         trajectories = [
