@@ -120,7 +120,7 @@ def set_device_defaults(flags: LightningSettings) -> None:
 
 
 class LightningSettings(TypedDict, total=False):
-    """The other arguments of Lightning's Trainer, for type checkers."""
+    """The other arguments to Lightning's Trainer, for type checkers."""
 
     accelerator: str | Accelerator
     devices: list[int] | str | int
@@ -175,7 +175,7 @@ class Trainer(RLTrainer):
         strategy: an object or a name from Lightning or lightrl; for several devices, auto or None means FSDP2Strategy.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
-        kwargs: other arguments of Lightning's Trainer.
+        kwargs: other arguments to Lightning's Trainer.
     """
 
     def __init__(
