@@ -61,7 +61,7 @@ class Generate(Protocol):
 
 
 class GroupGenerate(Protocol):
-    """Calls the policy for the trajectories of one group, and continues a checkpoint's unfinished completions."""
+    """Calls the policy for the trajectories in one group, and continues a checkpoint's unfinished completions."""
 
     @property
     def samples(self) -> Sequence[int]:
@@ -86,7 +86,7 @@ class Workflow(ABC):
     # Maximum number of tokens in a multi-turn interaction, including the prompt. None means the model's context.
     max_tokens: int | None = None
 
-    # Maximum number of seconds that `run` may spend between calls of `generate`, for example on a tool; a trajectory
+    # Maximum number of seconds that `run` may spend between calls to `generate`, for example on a tool; a trajectory
     # that exceeds it is dropped. Set it to None in a workflow that has a deadline for everything that it awaits.
     own_timeout_s: float | None = 600.0
 
@@ -255,7 +255,7 @@ def _token_ids(prompt: Prompt) -> list[int]:
 
 @dataclass(eq=False)
 class _TimedGenerate:
-    """Calls the policy for one run of a workflow, and cancels the run if it spends too long outside of these calls."""
+    """Calls the policy for one workflow run, and cancels the run if it spends too long outside of these calls."""
 
     timeout_s: float | None  # the longest time outside of calls; None for no limit
     generate: Generate

@@ -116,7 +116,7 @@ class AgentSession:
     generate: Generate
     renderer: TurnRenderer  # shared by all sessions; has a chat template
     parser: CompletionParser
-    max_tokens: int  # limit of one branch, at most the model's context
+    max_tokens: int  # limit for one branch, at most the model's context
     limits: AgentLimits = field(default_factory=AgentLimits)
     rules: RequestRules = field(default_factory=RequestRules)
     exceeds_limit: bool = False  # whether a request was refused because of max_tokens or a limit
@@ -260,7 +260,7 @@ class AgentSession:
 
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
-                f"Parsing a completion of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the "
+                f"Parsing a completion for prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the "
                 "tool parser."
             )
 
@@ -475,7 +475,7 @@ class AgentSession:
         if len(token_ids) >= self.max_tokens:
             self.exceeds_limit = True
             raise RequestRefused(
-                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
+                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's wording
                 f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",

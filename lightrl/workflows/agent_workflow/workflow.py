@@ -47,7 +47,7 @@ from lightrl.workflows.workflow import Generate, Workflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of them
+Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of these
 
 
 class AgentWorkflow(Workflow):
@@ -92,8 +92,8 @@ class AgentWorkflow(Workflow):
             the trajectory. If bad answers make agents fail, dropping the trajectory hides that from the policy.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
-        renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
-            `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
+        renderer: a format from the `renderers` package, such as `qwen3.5`, to parse completions instead of
+            `tool_parser`; `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: for a limit out of range, an unknown path or renderer, or a chat template that fails after a turn.

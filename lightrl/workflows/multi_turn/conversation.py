@@ -143,8 +143,8 @@ class Conversation:
         tools: JSON schemas for the chat template; None uses the tools in the prompt's row.
 
     Raises:
-        RolloutError: if the prompt has neither token ids nor messages, its token ids differ from those of its rendered
-            messages, or the policy cannot read an image in `opening`.
+        RolloutError: if the prompt has neither token ids nor messages, its token ids differ from its rendered
+            messages', or the policy cannot read an image in `opening`.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Docker(Runtime):
         if shutil.which(self.program) is None:
             return f"{self.program} is not installed. Install it, or choose another runtime."
         if shutil.which("timeout") is None:
-            return "the program `timeout` is not installed. Install GNU coreutils."
+            return "the `timeout` program is not installed. Install GNU coreutils."
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
@@ -123,7 +123,7 @@ class Docker(Runtime):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                cwd=Path(request["folder"]).parent,  # Podman's monitor may leave a file `oom` here
+                cwd=Path(request["folder"]).parent,  # Podman's monitor may leave an `oom` file here
                 start_new_session=True,
             ) as life,
         ):

@@ -1,4 +1,4 @@
-"""Runtime: where agents and tests run; the common interface of this machine, containers and third-party sandboxes."""
+"""Runtime: where agents and tests run; the common interface for this machine, containers and third-party sandboxes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def cache_folder() -> Path:
 def runtime_of(name: str) -> Runtime:
     """Returns the runtime with this name or dotted path; raises ValueError if there is none."""
     if name not in NAMES and "." not in name:
-        raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
+        raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path to a Runtime, got {name!r}.")
     kind = function_of(NAMES.get(name, name), "runtime")
     if not (isinstance(kind, type) and issubclass(kind, Runtime)):  # checked before the call: a row may name any path
         raise ValueError(f"runtime={name!r} must be a subclass of lightrl.workflows.task_folders.Runtime.")

@@ -270,7 +270,7 @@ class ToolEnvironment(Environment):
         parser: finds the calls in a completion; a function or its dotted path.
         max_calls: maximum number of calls per completion; further calls are answered with an error.
         max_result_chars: longer results are cut.
-        tool_timeout_s: deadline of one call; if a call misses it, the policy reads an error. `max_calls` times this
+        tool_timeout_s: deadline for one call; if a call misses it, the policy reads an error. `max_calls` times this
             deadline should be below the workflow's step_timeout_s.
 
     Raises:
