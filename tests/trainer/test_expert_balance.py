@@ -194,11 +194,11 @@ def test_two_ranks_balance_as_one_process_does(tmp_path: Path) -> None:
         (spec("deepseek_v3"), ExpertBalance(), "changes nothing for"),
         (spec("deepseek_v3"), ExpertBalance(loss_coef=COEF), "has no router_aux_loss_coef"),
         (Role(spec("deepseek_v3"), lora=LoRA(rank=2)), ExpertBalance(RATE), "which lora does not train"),
-        (spec("deepseek_v3"), ExpertBalance(RATE), "needs the experts of each token"),
+        (spec("deepseek_v3"), ExpertBalance(RATE), "needs each token's experts"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(policy: Any, balance: ExpertBalance, message: str, tmp_path: Path) -> None:
-    engine = LocalEngine(record_routes=False if "experts of each token" in message else None)
+    engine = LocalEngine(record_routes=False if "each token's experts" in message else None)
     with pytest.raises(ValueError, match=message):
         train(tmp_path, TinyGRPO(policy), callbacks=[balance], engine=engine)
 

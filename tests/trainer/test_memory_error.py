@@ -26,7 +26,7 @@ def run_out(*args: Any, **kwargs: Any) -> Any:
         (
             "loss",
             "update",
-            r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing of trainer\.strategy",
+            r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing in trainer\.strategy",
         ),
         ("advantages", "score", r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing"),
     ],
