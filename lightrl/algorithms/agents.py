@@ -88,12 +88,12 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     assert isinstance(module, GRPO)
     local, rows = experience.local, experience.local_rows
     agents, token_rewards = local["agents"], local.token_rewards
-    role, copy = agents.clamp(min=0) // COPIES, agents.clamp(min=0) % COPIES
+    role, copy = agents.clamp(min=0) // COPIES, agents.clamp(min=0) % COPIES  # agents = role * COPIES + copy
     # A row whose reward is a single number has NaN here if other rows have token rewards (columns/rewards.py).
     lacks_rewards = (agents >= 0) if token_rewards is None else (agents >= 0) & token_rewards.isnan()
     largest = torch.tensor([int(part.max()) if part.numel() else 0 for part in (role, copy, lacks_rewards)])
-    num_roles, num_copies, has_missing = (experience.total(largest, "max") + 1).tolist()
-    if has_missing > 1 or token_rewards is None:
+    num_roles, num_copies, missing_plus_1 = (experience.total(largest, "max") + 1).tolist()
+    if missing_plus_1 > 1 or token_rewards is None:
         raise ValueError("MultiAgent needs rewards per agent. Set reward to lightrl.rewards.environment_reward.")
     index = role * num_copies + copy
     is_agents = (agents >= 0).double()
