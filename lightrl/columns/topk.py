@@ -42,7 +42,7 @@ def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dic
         kept = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:num]
         kept += [(NO_TOKEN, 0)] * (num - len(kept))
         ids += [token for _, token in kept]
-        logprobs += [max(float(logprob), NO_TOKEN) for logprob, _ in kept]
+        logprobs += [max(float(logprob), NO_TOKEN) for logprob, _ in kept]  # finite, even if it is -inf
     return {TOPK_IDS.name: TokenArray(ids, "i"), TOPK_LOGPROBS.name: TokenArray(logprobs, "f")}
 
 
