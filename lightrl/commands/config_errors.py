@@ -224,7 +224,7 @@ class _Word(str):
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
-    """Returns `typed` as a string, or a list or mapping of strings; None if the type `hint` accepts other values."""
+    """Reads text for a setting of strings, or of lists or mappings of strings; None leaves the text to the parser."""
     with contextlib.suppress(yaml.YAMLError, RecursionError):
         if isinstance(get_loader("yaml")(typed), str | int | float | None):
             return None  # a plain string or number; the parser keeps it as typed if the setting is a string
@@ -239,7 +239,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
         loaded = yaml.load(typed, yaml.BaseLoader)  # reads every scalar as a string
     if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
         return loaded
-    return typed if kinds & texts or (lists and is_item) else None
+    return typed if kinds & texts or (lists and is_item) else None  # an item: `--name+ text` adds to a list
 
 
 class _SettingCheck:
@@ -267,7 +267,7 @@ class _SettingCheck:
     def check_value(self, value: object, hint: object, path: str) -> None:
         """Checks the value of one setting: a plain value, a class with its arguments, or a list of either."""
         kinds = classes_in(hint)
-        takes_typed = self._origin(path) == ON_COMMAND_LINE and value_of_text("[", hint, is_item=False)
+        takes_text = self._origin(path) == ON_COMMAND_LINE and value_of_text("[", hint, is_item=False)  # even `[`
         if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
             self._check_class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
@@ -280,7 +280,7 @@ class _SettingCheck:
                 self._check_class({"class_path": value}, kinds, path, _num_given(hint))
             elif not isinstance(value, Mapping) and not _accepts(value, hint):
                 raise UsageError(self._wrong_text(path, value, f"the name of a class: {_describe(hint)}"))
-        elif not (hint is Any or takes_typed or _accepts(value, hint)):
+        elif not (hint is Any or takes_text or _accepts(value, hint)):
             raise UsageError(self._wrong_text(path, value, _describe(hint)))
 
     def _check_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:

@@ -260,7 +260,7 @@ def _spec_of_policy(policy: str, exported: Path) -> ModelSpec:
 
 
 def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
-    """Makes a model folder for servers, without end tokens in its config; it has weights if `model` has a path."""
+    """Makes a model folder for servers, with weights if `model` has a path; see `write_model_folder` for its config."""
     if model.path is None:
         return write_model_folder(config, folder)
     source = Path(model.path)
@@ -274,7 +274,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
         if file.name in ("config.json", "generation_config.json") or file.is_dir():
             continue
         link = folder / file.name
-        if has_tokenizer or not link.exists():
+        if has_tokenizer or not link.exists():  # otherwise keep the tokenizer written above
             link.unlink(missing_ok=True)
             link.symlink_to(file.resolve())
     return folder

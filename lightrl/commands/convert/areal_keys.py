@@ -170,13 +170,13 @@ _OFFLOADS = {"actor.fsdp.offload_params": "parameters", "actor.optimizer.offload
 
 
 def of_strategy(name: str, value_of: Callable[[Leaves], object], *kinds: str) -> Rule:
-    """Returns a rule that sets a strategy's setting if the allocation has a strategy of these kinds."""
-    rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
+    """Returns a rule: if the key is true, sets a setting of these kinds of strategy to `value_of` AReaL's settings."""
+    converters = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
 
-    def rule(value: bool | None, areal: Leaves) -> Outcome:
-        if not value:
+    def rule(is_set: bool | None, areal: Leaves) -> Outcome:
+        if not is_set:
             return Outcome()
-        outcomes = [rule(areal[key], areal) for key, rule in rules.items() if key in areal]
+        outcomes = [convert(areal[key], areal) for key, convert in converters.items() if key in areal]
         if {outcome.settings.get("strategy.class_path") for outcome in outcomes} & set(kinds):
             return Outcome({f"strategy.{name}": value_of(areal)})
         return Outcome(left=f"the converted run has no strategy with {name}; set it in trainer.strategy: {kinds[0]}")
