@@ -206,7 +206,7 @@ class PromptDataModule(L.LightningDataModule):
         prefixes = [f"{split}-{source.label}-" for source in sources]
         owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
         indices = [[n for n, owner in enumerate(owners) if owner == prefix] for prefix in prefixes]
-        if len(sources) < 2 or None in owners:
+        if len(sources) < 2 or None in owners:  # one unlabeled id turns all prompts into a single source
             if len({source.weight for source in sources}) > 1:
                 problem = "The sources' weights have no effect: id %r of make_prompts has no label. Begin it with %r."
                 logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
