@@ -194,7 +194,7 @@ class RequestLoop:
         self._at_load.update(servers)
 
     async def hold(self, servers: Collection[Server]) -> None:
-        """Holds new requests until `release`; if any request in flight has `min_new_tokens`, aborts all requests.
+        """Holds new requests until `release`. Aborts all if one has `min_new_tokens`, whose count a pause resets.
 
         New requests must wait, because a server handles a pause only after the requests that came before it.
         """

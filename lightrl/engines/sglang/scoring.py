@@ -74,11 +74,11 @@ class ServedScores:
         for index, (scores, top) in enumerate(asyncio.run(self._score(token_ids))):
             tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
             if top:
-                pairs = torch.tensor(top, dtype=torch.float64)  # ids are exact in float64
+                pairs = torch.tensor(top, dtype=torch.float64)  # from the second token on; ids are exact in float64
                 tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
                 tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
         if tree is not None:
-            tensors = {name: tree.join(value) for name, value in tensors.items()}
+            tensors = {name: tree.join(value) for name, value in tensors.items()}  # from one row per conversation
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
         numbers: dict[str, Any] = {name: value.numpy().ravel() for name, value in tensors.items()}
         ids = numbers.pop("teacher_topk_ids", ())
