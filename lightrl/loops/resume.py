@@ -222,14 +222,14 @@ class Resume:
         self._is_restored = True
 
     def keep_rollout(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits, before the rollout closes."""
+        """Keeps the closing rollout's state for checkpoints and later fits; if it cannot be read, none can be saved."""
         if not self._is_restored:
             return
-        self._is_restored = False
+        self._is_restored = False  # `state_dict` now returns the kept state
         reason, self.why_no_checkpoint = self.why_no_checkpoint, "the rollout's state could not be read"
         try:
             self._rollout_state = self.trainer.rollout.state_dict() or None  # None for recorded groups
-            self.why_no_checkpoint = reason
+            self.why_no_checkpoint = reason  # the state was read
         except LightRLError as error:
             log.warning("The rollout's state could not be read for a checkpoint: %s", error)
 
