@@ -382,13 +382,13 @@ def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
-def _marked(value: Any, typed: re.Pattern[str]) -> Any:
-    """Returns the value with a mark inside each match of `typed` in its strings."""
+def _marked(value: Any, special_tokens: re.Pattern[str]) -> Any:
+    """Returns the value with MARK inside each special token in its strings, so that it is encoded as text."""
     if isinstance(value, str):
-        return typed.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
+        return special_tokens.sub(lambda match: match[0][0] + MARK + match[0][1:], value)
     if isinstance(value, Mapping):
-        return {_marked(key, typed): _marked(item, typed) for key, item in value.items()}
-    return [_marked(item, typed) for item in value] if isinstance(value, list) else value
+        return {_marked(key, special_tokens): _marked(item, special_tokens) for key, item in value.items()}
+    return [_marked(item, special_tokens) for item in value] if isinstance(value, list) else value
 
 
 def opened(text: str) -> str:

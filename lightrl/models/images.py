@@ -315,7 +315,7 @@ def data_url(image: str | bytes | Image) -> str:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         image = buffer.getvalue()
-    return "data:image/png;base64," + base64.b64encode(image).decode()
+    return "data:image/png;base64," + base64.b64encode(image).decode()  # Pillow detects the real format
 
 
 def self_contained(answer: Any) -> Any:
