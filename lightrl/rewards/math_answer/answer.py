@@ -324,7 +324,7 @@ def number(text: str) -> frozenset[Fraction] | None:
 
 
 def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
-    """Returns the values and the unit of a literal number, given as normalized text; None for other text."""
+    """Returns the values and the unit of a number, given as normalized text; None for other text. See _LITERAL."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     plain = _FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", _plain(text))
@@ -340,17 +340,17 @@ def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
     if unit is None:
         return None
     try:
-        value = _power(match["above"]) / _power(match["below"] or "1")
-        value *= -1 if match["inner"] or match["inner_below"] else 1
+        value = _power(match["above"]) / _power(match["below"] or "1")  # above and below a fraction bar
+        value *= -1 if match["inner"] or match["inner_below"] else 1  # `(-2/3)`, `(2/-3)`
         value = _raised(value, int(match["power"] or 1)) * Fraction(10) ** int(match["ten"] or 0)
     except ArithmeticError:
         return None
     if match["whole"] is not None:
-        if value >= 1:
+        if value >= 1:  # `2 5/3` is not a mixed number
             return None
         value += int(match["whole"])
-    value *= -1 if (match["sign"] == "-") != bool(match["sign_after"]) else 1
-    return frozenset({value, value / 100} if match["percent"] else {value}), unit
+    value *= -1 if (match["sign"] == "-") != bool(match["sign_after"]) else 1  # `-$5`, `$-5`
+    return frozenset({value, value / 100} if match["percent"] else {value}), unit  # 50% may mean 50 or 0.5
 
 
 def _power(text: str) -> Fraction:
