@@ -143,7 +143,7 @@ class BackgroundWrites:
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
         while not wait([write.done], _STEP_S).done:
             progress = write.progress
-            if progress.num_bytes != num_bytes or not progress.num_at_disk:
+            if progress.num_bytes != num_bytes or not progress.num_at_disk:  # it waits for other ranks
                 stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
                 continue
             stalled_s += _STEP_S  # counts waits, not clock time: a stopped process is not a hanging disk

@@ -97,22 +97,22 @@ class Feed:
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         packed_rows = position_ids = routes = here = None
-        of_tokens = experience.routes if replays else None
+        token_routes = experience.routes if replays else None
         if is_packed:
             layout = packed(each_alone(experience), experience.token_ids.shape)
-            index, num = (0, 1) if group is None else (group.rank(), group.size())
-            padding = -len(layout.rows) % (multiple * num)
+            part, num_parts = (0, 1) if group is None else (group.rank(), group.size())
+            padding = -len(layout.rows) % (multiple * num_parts)
             packed_rows = PackedRows([*layout.lengths, padding], device, group=group)
-            filled = nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding)).chunk(num, 1)[index]
-            tokens = to_device(filled, device)
+            padded = nn.functional.pad(torch.stack([layout.rows, layout.columns]), (0, padding))
+            tokens = to_device(padded.chunk(num_parts, 1)[part], device)  # [2, W], rows and columns in the Experience
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
-            routes = None if of_tokens is None else of_tokens[tokens[0], tokens[1]][None]
+            routes = None if token_routes is None else token_routes[tokens[0], tokens[1]][None]
             if group is None:
                 columns = to_device(layout.flat_indices, device)[rows, columns]
             else:
                 indices = layout.flat_indices[predicting_positions(on_host(experience.loss_mask))]
-                indices = indices - index * filled.shape[1]
-                on_rank = ((indices >= 0) & (indices < filled.shape[1])).nonzero()[:, 0]
+                indices = indices - part * tokens.shape[1]  # from the start of this rank's part
+                on_rank = ((indices >= 0) & (indices < tokens.shape[1])).nonzero()[:, 0]
                 here, columns = to_device(on_rank, device), to_device(indices[on_rank], device)
             rows = torch.zeros_like(columns)
         else:  # no token attends to padding at a row's end, and a row's last token predicts nothing
@@ -120,10 +120,10 @@ class Feed:
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
-            if of_tokens is not None:
-                of_tokens = of_tokens[:, :width]
-                routes = nn.functional.pad(of_tokens, (0, 0, 0, width - of_tokens.shape[1]), value=NATIVE)
-        predicted_rows, predicted = (each if here is None else each[here] for each in positions)
+            if token_routes is not None:
+                token_routes = token_routes[:, :width]
+                routes = nn.functional.pad(token_routes, (0, 0, 0, width - token_routes.shape[1]), value=NATIVE)
+        predicted_rows, predicted_columns = (each if here is None else each[here] for each in positions)
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
@@ -133,7 +133,7 @@ class Feed:
             columns=columns,
             here=here,
             positions=positions,
-            targets=Targets.at(experience, predicted_rows, predicted, candidates, settings),
+            targets=Targets.at(experience, predicted_rows, predicted_columns, candidates, settings),
         )
 
     @property

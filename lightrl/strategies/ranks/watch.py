@@ -315,7 +315,7 @@ class RankWatch:
             return None
         behind = find_behind(states)
         if not set(behind) <= set(late):
-            return None
+            return None  # a rank that others wait for still makes progress
         waiting = next((rank for rank in late if rank not in behind), late[0])
         return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
 
