@@ -419,7 +419,7 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error if one ended the stage, and warns if it prevents a checkpoint."""
+        """Records an error that ended the stage; if it prevents a checkpoint, stops callbacks from saving and warns."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -427,7 +427,7 @@ class Trainer(RLTrainer):
         failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
             muted = self._mute_checkpoints()
-            if muted and failed_before is None and self.global_step:  # otherwise the failed rank warns
+            if muted and failed_before is None and self.global_step:  # a rank that failed earlier has warned
                 self._warn_of_no_checkpoint(getattr(muted[0], "dirpath", None))
 
     def ended_by_sigterm(self) -> contextlib.AbstractContextManager[None]:
