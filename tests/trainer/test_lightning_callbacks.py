@@ -60,8 +60,8 @@ def test_a_slash_in_a_metrics_name_makes_no_folder(
 
 @habit(
     "Trainer(enable_checkpointing=True)",
-    "the default ModelCheckpoint also writes `last.ckpt`, on Ctrl-C too; beside any ModelCheckpoint, `last-timed.ckpt` "
-    "is saved every 10 minutes",
+    "the default ModelCheckpoint also writes `last.ckpt`, including on Ctrl-C; with any ModelCheckpoint, "
+    "`last-timed.ckpt` is saved every 10 minutes",
 )
 def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
