@@ -102,10 +102,10 @@ class GRPO(RLModule):
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: a penalty added to the reward of completions near the length limit.
-        reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
+        reward_shaping: bias, scaling and clip for the rewards; None leaves them unchanged.
         score_centering: correct the mean of the score for differences between the engine's and the trainer's
             probabilities, on the `sampling.topk_logprobs` most likely tokens (functional/centering.py). In later
-            updates of an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
+            updates in an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
         kwargs: other arguments to RLModule.
     """
 
@@ -251,7 +251,7 @@ class GRPO(RLModule):
     def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Returns the factor on the policy gradient of tokens with these log-ratios to the behavior policy, [B, T, K].
 
-        `score_centering` needs it; a class that overrides `policy_loss` must override it too.
+        `score_centering` needs it; a class that overrides `policy_loss` must also override it.
         """
         if self.importance_weights is not None:
             every_token = torch.ones_like(log_ratio, dtype=torch.bool)

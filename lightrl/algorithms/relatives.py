@@ -343,7 +343,7 @@ class GDPO(GRPO):
     """GRPO with several rewards, each normalized separately, so that one with a large deviation does not dominate.
 
     Each reward is normalized within its group. The weighted sums are then normalized over the batch. Two trajectories
-    of a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
+    in a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
 
     Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
 

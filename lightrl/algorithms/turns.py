@@ -1,4 +1,4 @@
-"""GiGPO: credit for each turn of an episode, from groups of turns in addition to groups of trajectories.
+"""GiGPO: credit for each turn in an episode, from groups of turns in addition to groups of trajectories.
 
     rewards of turns ──► discounted return of each turn ──► compared with other turns of the prompt's trajectories that
     start from the same observation (or have the same index) ──► + the trajectory's advantage ──► tokens of the turn
@@ -74,7 +74,7 @@ class GiGPO(GRPO):
         if kwargs.get("advantage_mean", "group") != "group":
             raise ValueError(f"advantage_mean must be 'group' for GiGPO, got {kwargs['advantage_mean']!r}.")
         if kwargs.get("workflow") is None:
-            raise ValueError("GiGPO compares the turns of an episode. Set workflow to MultiTurn, or use GRPO.")
+            raise ValueError("GiGPO compares the turns in an episode. Set workflow to MultiTurn, or use GRPO.")
         _check_discount(getattr(kwargs["workflow"], "keywords", {}).get("discount", 1.0))
         super().__init__(policy, **kwargs)
         self.step_weight, self.episode_weight = step_weight, episode_weight

@@ -34,7 +34,7 @@ class DPO(SupervisedModule):
 
     Args:
         policy: the model to train, usually an export from SFT.
-        reference: the fixed policy of the KL penalty; None uses the initial policy. With LoRA, this is the same model
+        reference: the fixed policy for the KL penalty; None uses the initial policy. With LoRA, this is the same model
             without its adapters, which costs no memory.
         kl_coef: the paper's β; a larger value keeps the policy closer to the reference.
         kwargs: other arguments to SupervisedModule.
