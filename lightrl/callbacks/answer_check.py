@@ -70,7 +70,7 @@ class AnswerCheck:
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0 or self.checks_all:
-            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
+            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine also rounds its weights
             values = _trained_weights(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
             dtype = torch.bfloat16 if is_coarse else None  # None keeps each parameter's dtype
             self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]

@@ -45,7 +45,7 @@ class EvaluationCommand(RLCallback):
 
         OPENAI_BASE_URL {base_url}     OPENAI_API_KEY     LIGHTRL_MODEL {model}     LIGHTRL_RESULTS {results}
 
-    The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder is
+    The command writes JSON files into the {results} folder: lm-eval's, or `{"task/metric": number}`. The folder is
     `evaluations/<iteration>` in the run's folder; its `output.log` contains the command's output. If the command fails,
     a warning shows the end of its output, and the run continues.
 

@@ -243,7 +243,7 @@ class ExpertBalance(RLCallback):
         is_triple = isinstance(output, tuple) and len(output) == 3
         if not is_triple or output[0].dim() != 2 or len(output[0]) != len(predicts):
             raise ValueError(
-                f"ExpertBalance needs routers that return (logits, weights, experts) of each token, but "
+                f"ExpertBalance needs routers that return (logits, weights, experts) for each token, but "
                 f"{type(router).__name__} does not. Remove it."
             )
         logits, _, experts = output

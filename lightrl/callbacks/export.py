@@ -38,7 +38,7 @@ _BUCKET_BYTES = 2**28  # parameters gathered at once
 
 
 class HuggingFaceExport(RLCallback):
-    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` ends normally.
+    """Writes weights, config, generation config and tokenizer to the `to` folder when `fit` ends normally.
 
     `AutoModelForCausalLM.from_pretrained(to)` then loads the same tensors, bit for bit. Use a checkpoint to continue
     the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).

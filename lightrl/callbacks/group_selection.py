@@ -39,7 +39,7 @@ class DynamicSampling(RLCallback):
     Args:
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
-            trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
+            trajectory is correct if its `accuracy` metric says so or, without that metric, if its reward is at least 1.
         max_group_tokens: drop a group if a trajectory has more generated tokens than this; None for no limit.
         rule: a function of a Group, or its dotted path. It returns True or a one-word reason to drop the group, and
             None or False to keep it. It runs on the rollout's event loop, so it must be fast.

@@ -75,7 +75,7 @@ class PrometheusMetrics(RLCallback):
             server.server_close()
 
         self.url, self._close = f"http://{self.host}:{server.server_port}/metrics", close
-        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # detects a hang in iteration 1 too
+        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # also detects a hang in iteration 1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int

@@ -43,9 +43,9 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from the
-    group. `rollout/zero_variance_fraction` is the share of such groups. If it is 1 for several iterations in a row, one
-    warning explains why; another can follow only after the share has fallen. Groups of one trajectory do not count.
+    If all trajectories in a group get the same reward, their advantages are 0, and the policy learns nothing from the
+    group. `rollout/zero_variance_fraction` is the share of these groups. If it is 1 for several iterations in a row,
+    one warning explains why; another can follow only after the share has fallen. Groups of one trajectory do not count.
 
     When the number of failures doubles, a warning quotes the last one. See docs/reference/metrics.md for the metrics.
 
@@ -227,7 +227,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
     groups = list(groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
-        raise ValueError("There are no trajectories: every group of this iteration was dropped.")
+        raise ValueError("There are no trajectories: every group in this iteration was dropped.")
     named: defaultdict[str, list[float]] = defaultdict(list)
     rewards: list[Any] = []  # never None: the rollout hands over only trajectories with rewards
     for trajectory in trajectories:

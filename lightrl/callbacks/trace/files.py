@@ -113,7 +113,7 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks overlap too; their names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks also overlap; their names are addresses
 
 
 def join_traces(folder: Path) -> Path | None:
