@@ -89,7 +89,7 @@ def export_checkpoint(
     if not descriptions:
         raise ValueError(
             f"Checkpoint {str(checkpoint)!r} does not describe its models: a different release saved it. Use the "
-            "callback HuggingFaceExport instead."
+            "HuggingFaceExport callback instead."
         )
     if role not in descriptions:
         roles = sorted(descriptions)

@@ -106,7 +106,7 @@ def serve(
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.
-        server_args: arguments of the server program by name; on the command line `--server_args.NAME VALUE`.
+        server_args: arguments for the server program by name; on the command line `--server_args.NAME VALUE`.
         seed: seed for the servers' random numbers.
         startup_timeout_s: seconds that a server may take to become ready.
         log_folder: folder for the servers' logs; by default a temporary one, whose path is printed.
@@ -211,7 +211,7 @@ def serve_policy(
         write: called with the text to print.
 
     Raises:
-        ValueError: if there is no such policy. RolloutError: if the port cannot be opened.
+        ValueError: if the policy does not exist. RolloutError: if the port cannot be opened.
     """
     from lightrl.models.images import ImageReader
     from lightrl.workflows.agent_workflow import PolicyAccess, serving_policy

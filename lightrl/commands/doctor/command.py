@@ -163,7 +163,7 @@ class _DoctorCLI(LightRLCLI):
             self._show(self._generated(module, prompts, **kwargs), module)
         if not isinstance(workflow := module.configure_workflow(), SingleTurn):
             name = type(workflow).__name__
-            problem = f"Attacks need the workflow SingleTurn, because its reward reads one completion; got {name}."
+            problem = f"Attacks need the SingleTurn workflow, because its reward reads one completion; got {name}."
             if options.completions == "attacks":
                 raise UsageError(problem)
             sys.stdout.write(f"\n{problem}\n")

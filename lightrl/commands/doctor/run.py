@@ -73,7 +73,7 @@ _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 # Callbacks that affect how a run samples and write only to the run's folder, which is temporary here.
 _TRIAL_CALLBACKS = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
-# Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.
+# Trainer overrides for the trial: one validation batch, no output. The Trial callback ends the run.
 _SHORTENED: dict[str, object] = {
     **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),

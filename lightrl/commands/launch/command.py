@@ -35,7 +35,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts the trainer ranks and servers of a run, on one machine or many, as set in the config's section `launch:`. Accepts
+Starts the trainer ranks and servers of a run, on one machine or many, as set in the config's `launch:` section. Accepts
 the settings of lightrl fit; lightrl fit --launch.help shows the launch's own, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted

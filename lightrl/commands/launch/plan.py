@@ -137,7 +137,7 @@ class Plan:
         return (self.launch.rank_resources, 1) if is_rank else (self.launch.server_resources, len(process.ports))
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
-        """Returns the run on the ranks and servers of this launch, to estimate its memory."""
+        """Returns the run on the ranks and servers in this launch, to estimate its memory."""
         return _launched(run, self.launch, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
@@ -229,7 +229,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         raise ValueError(f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {needed}")
     if per_host % trainer_tp:
         why = "since tp communicates in every layer. Change tp, launch.ranks or launch.gpus_per_node."
-        raise ValueError(f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, {why}")
+        raise ValueError(f"The trainer's tp={trainer_tp} must divide the {per_host} ranks on a host, {why}")
     ranks: Placed = {host: [(gpu,) for gpu in range(per_host)] for host in range(layout.ranks // per_host)}
     if not layout.servers:
         return ranks, {}
@@ -238,7 +238,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
     if gpus % tp or (is_colocated and per_host % tp):
         raise ValueError(
             f"launch.tp={tp} must divide the {per_host if is_colocated else gpus} "
-            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server cannot span hosts. Change launch.tp."
+            f"{'trainer ranks' if is_colocated else 'GPUs'} on a host: a server cannot span hosts. Change launch.tp."
         )
     first = {host: len(ranks.get(host, ())) for host in range(nodes)}
     free = {host: range(first[host]) if is_colocated else range(-(-first[host] // tp) * tp, gpus) for host in first}
@@ -415,7 +415,7 @@ def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
 
 
 def _launched(run: PlannedRun, launch: Launch, layout: Layout, split: tuple[int, int]) -> PlannedRun:
-    """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
+    """Returns the run on the ranks and servers in this layout; `split` is (pp, tp)."""
     gpus = launch.gpus_per_node or NODE_RANKS
     run = replace(run, gpus_per_node=gpus)
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)

@@ -76,7 +76,7 @@ class Launch:
         gpus_per_node: GPUs, or with `accelerator: cpu` the number of ranks and servers, on each host. None means this
             machine's GPUs or, for other launchers, the number that the run needs.
         allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`; it
-            also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep of either strategy.
+            also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep in either strategy.
         ranks: number of trainer ranks; None means `trainer.devices` times `trainer.num_nodes`.
         servers: number of SGLangEngine or VLLMEngine servers; None uses the engine's `servers`.
         tp: GPUs per server; None uses the engine's `tp`.
@@ -95,9 +95,9 @@ class Launch:
         srun_options: with Slurm, options for every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
             heterogeneous.
-        rank_resources: CPUs and memory of each trainer rank, and labels of its node, with Ray or Kubernetes. With Slurm
-            use sbatch's options, such as `{mem: 500G, constraint: h200}`.
-        server_resources: CPUs, memory and node labels of each server.
+        rank_resources: CPUs and memory for each trainer rank, and labels for its node, with Ray or Kubernetes. With
+            Slurm use sbatch's options, such as `{mem: 500G, constraint: h200}`.
+        server_resources: CPUs, memory and node labels for each server.
         recover: what to do after a process fails.
     """
 
