@@ -544,7 +544,7 @@ class PreferenceDataModule(CompletionDataModule):
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
         columns = list(self.completion_columns.values())
         if isinstance(row.get("label"), bool) and columns[0] not in row:
-            raise ValueError(f"{where} has a completion and a label (KTO), not a pair. Convert such rows to pairs.")
+            raise ValueError(f"{where} has a completion and a label (KTO), not a pair. Convert these rows to pairs.")
         chats = super()._chats(row, where)
         if chats[columns[0]] == chats[columns[1]]:
             raise ValueError(f"{where} has the same text in {columns[0]!r} and {columns[1]!r}.")

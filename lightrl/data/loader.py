@@ -43,7 +43,7 @@ def prompt_source(
 def prompts_of(
     batch: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, max_prompt_tokens: int | None
 ) -> list[Prompt]:
-    """Returns the prompts of a validation, test or predict batch; renders rows of a user's loader.
+    """Returns the prompts in a validation, test or predict batch; renders rows from a user's loader.
 
     Args:
         batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate returns it.

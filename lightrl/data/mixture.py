@@ -47,7 +47,7 @@ class DataSource:
         label: names the source in prompt ids and, if set, in metrics like `rollout/reward/LABEL`; None uses its index.
         task: the source's own workflow, reward, group size and length limit; applies to this label in all splits.
         streaming: read the rows in order as they are needed.
-        shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
+        shuffle_buffer: number of streamed rows that are shuffled together; the shards are also shuffled.
     """
 
     source: str

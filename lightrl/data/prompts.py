@@ -109,8 +109,8 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: a Jinja file or a template that replaces the tokenizer's in the run and the exported model.
-        chat_template_kwargs: arguments for the chat template, like `{enable_thinking: false}`; a row's column of the
-            same name takes precedence. A `tools` column is passed to the template as JSON schemas.
+        chat_template_kwargs: arguments for the chat template, like `{enable_thinking: false}`; a row's column with
+            the same name takes precedence. A `tools` column is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.
         max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.

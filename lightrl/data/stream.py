@@ -41,7 +41,7 @@ PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
 class LocatedRow(NamedTuple):
     """A row in a split, with its origin."""
 
-    row: Any  # a dict of columns, or an item of a user's dataset
+    row: Any  # a dict of columns, or an item from a user's dataset
     source: DataSource
     where: str  # names the row in messages
     prompt_id: str  # unique in the split
@@ -216,7 +216,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self.at(selected) if isinstance(selected, range) else self.at([selected])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
-        """Returns the prompts of these rows, numbered across all sources; raises ValueError for a bad row."""
+        """Returns the prompts from these rows, numbered across all sources; raises ValueError for a bad row."""
         sizes = [part.num_rows or 0 for part in self.parts]
         starts = [0, *itertools.accumulate(sizes)]
 
@@ -273,7 +273,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
-        """Returns the prompts of these rows, given as (source number, key) in the order of the data."""
+        """Returns the prompts from these rows, given as (source number, key) in the order of the data."""
         parts = [
             part.read_whole().only([key for source, key in keys if source == number])
             for number, part in enumerate(self.parts)

@@ -56,7 +56,7 @@ class Task:
 
 
 class Tasks(dict[str, Task]):
-    """The tasks of a data module: source label → Task. Prompts from other sources use the module's settings."""
+    """A data module's tasks: source label → Task. Prompts from other sources use the module's settings."""
 
     @property
     def group_sizes(self) -> dict[str, int]:

@@ -20,12 +20,12 @@ class TrajectoryDataModule(L.LightningDataModule):
     With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files, if that run
     used `TrajectoryLog(every_n_iterations=1)`. With a different loss, it shows the effect of that loss on the same
     trajectories. Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the
-    trainer (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the
-    files, even after a resume. After the last iteration of the files, the run starts over with the first.
+    trainer (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k in the
+    files, even after a resume. After the last iteration in the files, the run starts over with the first.
 
     Args:
         path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.
-        batch_size: groups per iteration; None keeps the iterations of the files.
+        batch_size: groups per iteration; None keeps the iterations in the files.
         max_iterations: use only the first iterations, up to this number; None uses all.
     """
 
