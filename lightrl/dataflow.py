@@ -5,7 +5,7 @@
               ├─► values ─────┼─► advantages ─► policy update, critic update
               └─► teacher … ──┘
 
-A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
+A key is the name of a field or an extra in Experience. A call runs once, on all trajectories, as soon as its inputs
 exist. Calls to models that share ranks run one after another, in the same order on each rank; roles with separate ranks
 run in parallel. At the same time, calls without a role (an LLM judge on a server, a function) run on rank 0, each in a
 separate thread. loops/score.py executes the graph.
@@ -131,7 +131,7 @@ class DataFlowGraph:
     def before_rewards(self) -> set[str]:
         """Returns the names of the infer calls that can run before the rewards are known; the rest run afterwards.
 
-        The set is empty if any call other than the advantages reads rewards, because that call must wait for them too.
+        The set is empty if any call other than the advantages reads rewards, because that call must also wait for them.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # sorted: each call comes after the calls that it needs
