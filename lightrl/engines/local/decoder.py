@@ -4,7 +4,7 @@ A decoder holds the KV cache of its rows. `append` adds rows at the end, `keep_r
 `clear` removes all rows after the weights have changed. `write` copies weights and never aliases them. Other modules
 handle threads, sampling and requests. `fast/` contains a faster decoder for Llama-like families.
 
-Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
+Shapes: n rows, T tokens in a sequence, V tokens in the vocabulary.
 """
 
 from __future__ import annotations

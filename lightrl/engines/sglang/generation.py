@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # only if there are no stop ids: with `ignore_eos`, SGLang would ignore them too
+    else:  # only if there are no stop ids: with `ignore_eos`, SGLang would also ignore them
         params["ignore_eos"] = True
     if sampling.grammar:
         params["structural_tag"] = sampling.grammar

@@ -141,7 +141,7 @@ class ServedScores:
 class ServedRewards:
     """Gets rewards from a reward model on a server started with `--is-embedding`; works like ServedScores.
 
-    In SGLang, the heads of Qwen2 and Qwen3 have a bias. transformers checkpoints have none, so SGLang initializes it at
+    In SGLang, Qwen2's and Qwen3's heads have a bias. transformers checkpoints have none, so SGLang initializes it at
     random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 

@@ -43,7 +43,7 @@ class HeldPort:
 
     A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
     programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
-    can bind it. Other systems would refuse that server too, so the port is not reserved there.
+    can bind it. Other systems would also refuse that server, so the port is not reserved there.
 
     Args:
         host: the address that the server will listen on.
