@@ -321,7 +321,7 @@ class CheckpointConnector(_CheckpointConnector):
 def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None:
     """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs of the same experiment.
 
-    The folders that the user set for `named` callbacks are always searched too. If nothing is found, a fit logs why.
+    The folders that the user set for `named` callbacks are also always searched. If nothing is found, a fit logs why.
 
     Raises:
         ValueError: if the checkpoints are links to missing files or, outside a fit, if there is none.

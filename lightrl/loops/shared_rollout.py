@@ -304,10 +304,10 @@ class SharedRollout:
 
     @contextlib.contextmanager
     def _errors_to_all(self) -> Iterator[None]:
-        """If rank 0 raises an error inside the context, sends it to the other ranks, so that they raise it too."""
+        """If rank 0 raises an error inside the context, sends it to the other ranks, so that they also raise it."""
         try:
             yield
-        except BaseException as error:  # the other ranks raise it too
+        except BaseException as error:  # the other ranks also raise it
             names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
             text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
             is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)
