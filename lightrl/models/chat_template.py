@@ -63,7 +63,7 @@ KEEP_HISTORY = (
 def set_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
-    """Sets the tokenizer's chat template with these arguments as its defaults, so exports contain them too.
+    """Sets the tokenizer's chat template with these arguments as its defaults, so exports also contain them.
 
     Args:
         template: a Jinja file or the template itself; None keeps the current one.

@@ -194,7 +194,7 @@ class ModelSpec:
         if "" in (self.path, self.url, self.tokenizer):
             raise ValueError(f"A model's path, url or tokenizer must not be empty, got {self!r:.200}.")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("A model with config needs a tokenizer too. Set tokenizer.")
+            raise ValueError("A model with a config also needs a tokenizer. Set tokenizer.")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):

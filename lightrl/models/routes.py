@@ -78,7 +78,7 @@ class RouteLayout:
         return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
 
     def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
-        """Encodes expert ids [N, num_layers, k], with ids for dense layers too; an id below 0 is unknown.
+        """Encodes expert ids [N, num_layers, k], including ids for dense layers; an id below 0 is unknown.
 
         Raises:
             ValueError: if the model has no such expert.
