@@ -132,7 +132,7 @@ class RLModule(TrainedModule):
         group_size: G, the number of trajectories per prompt.
         sampling: how to sample training rollouts. The model's and the tokenizer's stop tokens are added.
         validation_sampling: how to sample validation rollouts; None samples greedily with the same limits.
-        validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
+        validation_group_size: number of completions per validation prompt. Above 1, pass@k is also reported.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
         microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it;
