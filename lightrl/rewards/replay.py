@@ -1,7 +1,7 @@
 """FailureLog: writes the trajectories on which a reward or an agent failed; replay: recomputes their rewards.
 
 Each line is one failure: {"reason": "timeout", "message": "...", ..., "trajectory": {...}, "texts": {...}}. `replay`
-also reads the trajectory log's files, whose lines contain trajectories too.
+also reads the trajectory log's files, whose lines also contain trajectories.
 """
 
 from __future__ import annotations

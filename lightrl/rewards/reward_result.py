@@ -50,7 +50,7 @@ class RewardResult:
 
         Args:
             value: a number; a dict with `reward` (a number) or `rewards` (T numbers), optionally `extracted` (text or
-                None), and other named numbers; or a RewardResult (checked too: it may come from a worker).
+                None), and other named numbers; or a RewardResult (also checked: it may come from a worker).
             trajectory: the function's argument.
 
         Raises:

@@ -3,7 +3,7 @@ r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multip
 The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The `format`
 metric says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
-If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
+If the reference is a literal number, the answer must also be one: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
 are compared literally; expressions.py compares other expressions.
 """
@@ -249,7 +249,7 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
     """Returns whether two answers have the same meaning. `50%` equals both `50` and `0.5`.
 
     Missing units, the case of words, and text after a choice letter are ignored. If the reference is a literal number,
-    the answer must be one too; in a box it may be the last side of an equation.
+    the answer must also be one; in a box it may be the last side of an equation.
     """
     answer, reference = _normalized(answer), _normalized(reference)
     if max(len(answer), len(reference)) <= _MAX_EXPRESSION_CHARS:

@@ -82,7 +82,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
 
     Args:
         counts_all_of_user: whether the limit on processes also counts those outside the sandbox.
-        bounds_reserved: whether reserved memory is bounded too; Node and Java reserve far more than they use.
+        bounds_reserved: whether reserved memory is also bounded; Node and Java reserve far more than they use.
     """
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
@@ -98,7 +98,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
         bounds[resource.RLIMIT_DATA] = (memory_bytes, memory_bytes)
         bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # plus shared libraries and reserved ranges
     if sys.platform == "linux":
-        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user; timers count too
+        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user; timers also count
     for what, (soft, hard) in bounds.items():
         _, allowed = resource.getrlimit(what)
         if allowed != resource.RLIM_INFINITY:
