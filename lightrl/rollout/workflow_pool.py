@@ -125,7 +125,7 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields the results of `TrajectoryRunner.run_group` in the workers; a cancellation stops it there too.
+        """Yields the results of `TrajectoryRunner.run_group` in the workers; a cancellation also stops it there.
 
         If workers die `MAX_DEATHS` times while they run a sample, the sample fails with a RolloutError.
         """
@@ -327,7 +327,7 @@ async def _end(child: ChildProcess) -> int:
     """Waits for a worker to exit after its channel was closed, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
-    finally:  # a closing controller cancels this task too, and again while it waits here
+    finally:  # a closing controller also cancels this task, and again while it waits here
         child.ask_to_end(0.0)
         try:
             await child.ended(END_S)
