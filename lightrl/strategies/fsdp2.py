@@ -79,7 +79,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Shards every role's model, trained or not, over all ranks or over its `Role.mesh`. The Trainer sets precision and
     gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states. Layers are
-    gathered in bfloat16, so norm weights are rounded too. `bf16-true` keeps everything in bfloat16.
+    gathered in bfloat16, so norm weights are also rounded. `bf16-true` keeps everything in bfloat16.
 
     Args:
         num_replicas: number of copies of the model, each sharded over `world size / num_replicas` ranks (hybrid

@@ -116,7 +116,7 @@ class BackgroundWrites:
     def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
         """Starts a thread that waits for the previous write and then runs `task`."""
         if self._hung is not None and not self._hung.done.done():
-            raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
+            raise _stall_error(place, f"an earlier write to {self._hung.place} is still hanging")
         progress, before = Progress(), self._last
 
         def work() -> None:

@@ -278,7 +278,7 @@ def box_of(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     sharded: Any = tensor
-    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints call this too
+    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints also call this
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
