@@ -1,8 +1,8 @@
 """Helpers for testing your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
 `tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has settings for a silent trainer.
-`lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use them. This package may import
-everything up to engines; nothing in lightrl imports it.
+`lightrl.FakeEngine` is the engine for these tests; docs/test-your-code.md shows how to use them. This package may
+import everything up to engines; nothing in lightrl imports it.
 """
 
 from __future__ import annotations
