@@ -266,7 +266,7 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, where callbacks write too. All ranks must read it together: reading it is a collective.
+        """The run's folder, where callbacks also write. All ranks must read it together: reading it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
         or MLflow, all runs share a folder. This is the folder of the first TensorBoard or CSV logger, otherwise
@@ -517,7 +517,7 @@ class Trainer(RLTrainer):
     def _check_folders(self) -> None:
         """Raises ValueError if this run cannot write to one of its folders."""
         folders: list[Any] = [getattr(logger, "save_dir", None) or self.default_root_dir for logger in self.loggers]
-        for folder in folders:  # callbacks write there too
+        for folder in folders:  # callbacks also write there
             check_local(save_dir=folder)
         for callback in self.checkpoint_callbacks:  # by default they save next to the first logger's files
             folders.append(getattr(callback, "dirpath", None) or (folders or [self.default_root_dir])[0])
