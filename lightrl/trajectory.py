@@ -600,7 +600,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """Yields the trajectories of a file that TrajectoryLog wrote, or of a folder of such files, in training order."""
+    """Yields the trajectories in a file that TrajectoryLog wrote, or in a folder of these files, in training order."""
     for file in files_of(Path(path)):
         yield from (trajectory for _, _, trajectory in read_records(file))
 
