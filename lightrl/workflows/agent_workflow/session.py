@@ -140,7 +140,7 @@ class AgentSession:
 
         Raises:
             RequestRefused: if the session is over, the chat template fails on the request, the policy cannot read the
-                images, or the constraint is impossible. If the template rewrites history, `failure` is set too.
+                images, or the constraint is impossible. If the template rewrites history, `failure` is also set.
         """
         with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
             keys: list[MessageKey] = []
@@ -372,7 +372,7 @@ class AgentSession:
         return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
-        """Refuses a request that exceeds one of the agent's limits; requests waiting for the engine count too."""
+        """Refuses a request that exceeds one of the agent's limits; requests waiting for the engine also count."""
         self._check_limit("requests", self._num_requests, "answers")
         num_turns = [role for role, _, _ in encoded.keys].count("assistant")
         self._check_limit("turns", num_turns, "answers in one conversation")

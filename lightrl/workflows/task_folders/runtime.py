@@ -67,7 +67,7 @@ class Runtime(ABC):
         Args:
             machine: where it runs. Afterwards, `<folder>/work` must have `machine.returned`, without links out of it.
             request: `command` (program and arguments), `environment` (variables), `stdin` (text), `folder` (a new path
-                on this machine; the program must find it too, with `home`, `tmp` and `files`), `files` (name →
+                on this machine; the program must also find it, with `home`, `tmp` and `files`), `files` (name →
                 text), `readable` and `needed` (paths on this machine that it may read), `port` (of the policy's
                 endpoint on 127.0.0.1; NO_ENDPOINT for none), `network`, and `limits` (`wall_s`, `memory_mib`, ...).
 

@@ -285,7 +285,7 @@ def remove_misleading(folder: Path, before: Collection[str], tests: Path | None 
     """Removes new files from an untrusted folder if they change how tests run but are not themselves tested.
 
     These are settings and plugins for a test runner, and modules that Python would import instead of a library, because
-    they are next to tests or where tests start. Compiled modules are removed too: they can differ from the source.
+    they are next to tests or where tests start. Compiled modules are also removed: they can differ from the source.
 
     Args:
         folder: where tests start.

@@ -468,7 +468,7 @@ def _power(base: int | float, exponent: int | float) -> complex:
 
 
 def _bounded(value: Any) -> int | float:
-    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is refused too
+    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is also refused
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
 
