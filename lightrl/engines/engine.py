@@ -169,7 +169,7 @@ class RolloutEngine(ABC):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of a prompt; requests are admitted in call order.
+        """Generates `n` completions for a prompt; requests are admitted in call order.
 
         With n > 1, the seed of completion i is derived from (sampling.seed, i). A cancelled request leaves the engine
         at the next token boundary. An engine may omit the parameters `started` and `attached`: `started` is passed only
@@ -195,7 +195,7 @@ class RolloutEngine(ABC):
         started: Sequence[Completion | None] | None = None,
         **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt per sampling; `generate` would return the same completions.
+        """Starts one completion for this prompt per sampling; `generate` would return the same completions.
 
         This default calls `generate` for each sampling. An override that sends one request for the group needs fewer
         tasks, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).

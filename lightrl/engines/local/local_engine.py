@@ -250,7 +250,7 @@ class LocalEngine(RolloutEngine):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt; has no timeout, because the controller has one."""
+        """Generates `n` completions for one prompt; has no timeout, because the controller has one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, samplings, [started] * n, attached)))
