@@ -1,6 +1,6 @@
-"""Experience: the trajectories of one iteration as tensors, ready for model calls, advantages and the loss.
+"""Experience: the trajectories from one iteration as tensors, ready for model calls, advantages and the loss.
 
-Shapes: B trajectories, T tokens of the longest trajectory (the rest are padded on the right). Every [B, T] tensor is
+Shapes: B trajectories, T tokens in the longest trajectory (the rest are padded on the right). Every [B, T] tensor is
 aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
 """
 
@@ -229,7 +229,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """Returns a `tensordict.TensorDict`, batch size [B], of all set fields except images and coded columns.
+        """Returns a `tensordict.TensorDict`, batch size [B], with all set fields except images and coded columns.
 
         Raises:
             ImportError: if tensordict is not installed.
