@@ -129,7 +129,7 @@ def second_moment_mask(
     Source: M2PO, equations 5 to 7, https://arxiv.org/abs/2510.01161.
 
     Args:
-        logprobs: [B, T] of the policy, for all trajectories of the iteration.
+        logprobs: [B, T] of the policy, for all trajectories in the iteration.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         loss_mask: bool [B, T]; logprobs elsewhere have no effect.
         threshold: upper bound on the mean of log_ratio² over the kept tokens, in nats².

@@ -1,6 +1,6 @@
 """Ratios, policy losses and divergences per token, and pairwise losses. The framework masks and averages them.
 
-Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens, K top tokens of a teacher. Every [B, T]
+Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens, a teacher's K top tokens. Every [B, T]
 tensor is aligned to the token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the
 tokens before it, in nats.
 """
