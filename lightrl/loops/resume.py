@@ -124,7 +124,7 @@ class Resume:
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Clears the state of an earlier stage, which may have failed."""
+        """Clears the state from an earlier stage, which may have failed."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
@@ -319,7 +319,7 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None:
-    """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs of the same experiment.
+    """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs in the same experiment.
 
     The folders that the user set for `named` callbacks are also always searched. If nothing is found, a fit logs why.
 

@@ -217,7 +217,7 @@ class SharedRollout:
         self._remote_version = weight_version
 
     def commit(self) -> None:
-        """Local: forgets the groups of the last `take`, which have been trained on."""
+        """Local: forgets the groups from the last `take`, which have been trained on."""
         if self.controller is not None:
             self.controller.commit()
 
