@@ -55,7 +55,7 @@ _RUN_START = "LIGHTRL_RUN_START"
 
 KEEP_HISTORY = (
     "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
-    "template without the part that removes thinking, or one that the package trl ships for training, such as "
+    "template without the part that removes thinking, or one that the trl package ships for training, such as "
     "trl/chat_templates/qwen3_training.jinja."
 )
 

@@ -48,7 +48,7 @@ SUPPORTED = (
     "siglip_vision_model"
 )
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # no EPS, because reading it would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
+_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories in a group read the same images
 
 
 class ImageTable(NamedTuple):
@@ -333,7 +333,7 @@ def self_contained(answer: Any) -> Any:
 
 
 def refusal(num_images: int) -> str:
-    """Returns the error message for images in a prompt of a text-only policy."""
+    """Returns the error message for images in a text-only policy's prompt."""
     return (
         f"Got {count_text(num_images, 'image')}, but the policy accepts only token ids. Use one of {SUPPORTED}, or "
         "leave the images out."
@@ -368,7 +368,7 @@ def image_inputs(
     collective, so a rank without images runs it on a blank image and multiplies the features by 0.
 
     Args:
-        token_ids: [B, T], with all image tokens of the prompts.
+        token_ids: [B, T], with all image tokens in the prompts.
         images: the images of these rows.
         positions: rows and columns [N] of the tokens to concatenate into one row; None keeps the rows separate.
 

@@ -106,7 +106,7 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
         if getattr(part, "output_router_logits", False):
             raise ValueError(
                 f"{source} has output_router_logits=true, which requests the MoE load-balancing loss. Set it to false "
-                "in the model's config, and add the callback ExpertBalance."
+                "in the model's config, and add the ExpertBalance callback."
             )
         if getattr(part, "return_dict", True) is False:
             raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
