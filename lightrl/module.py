@@ -165,7 +165,7 @@ class RLModule(TrainedModule):
     # Whether `loss` reads `proximal_logprobs`, and whether it uses the gradient of `outputs.entropy`; False saves time.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
-    # Whether `advantages` compares the trajectories of a group, which must then have at least two.
+    # Whether `advantages` compares the trajectories in a group, which must then have at least two.
     compares_groups: bool = True
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
@@ -549,7 +549,7 @@ class RLModule(TrainedModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
-        """Rolls out the prompts of a validation, test or predict batch, so that the step gets rewarded groups."""
+        """Rolls out the prompts in a validation, test or predict batch, so that the step gets rewarded groups."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1
