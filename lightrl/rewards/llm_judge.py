@@ -72,7 +72,7 @@ class LLMJudge:
         criteria: the data column with each row's list of `{name: ..., description: ..., weight: 1}`. With {criteria} in
             the rubric, one answer scores all criteria, each in a line `name: score` or a table row; with {criterion},
             each criterion is a separate request. The reward is the weighted mean of the scores, scaled to [0, 1]; each
-            scaled score is a metric. If the score of a criterion cannot be read, the trajectory is dropped.
+            scaled score is a metric. If the score for a criterion cannot be read, the trajectory is dropped.
         score_range: the scores that become the rewards 0 and 1; a score outside this range is an error.
         api_key_variable: the environment variable that contains the key; if it is not set, no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.

@@ -103,7 +103,7 @@ def check_takes_trajectory(function: Callable[..., object], name: str) -> Reward
     except TypeError as error:
         raise ValueError(
             f"reward={name!r} is called with only a Trajectory, but its signature is {signature}: {error}. Give its "
-            "other parameters defaults, or set them as `arguments` of the reward."
+            "other parameters defaults, or set them as the reward's `arguments`."
         ) from error
     return function
 

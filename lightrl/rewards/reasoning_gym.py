@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym's data sets, and the reward for them; needs `pip install reasoning-gym`.
+"""Rows from reasoning-gym's data sets, and the reward for them; needs `pip install reasoning-gym`.
 
     data:
       class_path: PromptDataModule

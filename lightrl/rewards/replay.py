@@ -93,7 +93,7 @@ def replay(
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Computes the reward of trajectories, for example from a JSONL file.
+    """Computes trajectories' rewards, for example from a JSONL file.
 
     Args:
         source: a file of failed rewards or from the trajectory log, or trajectories.

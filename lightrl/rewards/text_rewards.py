@@ -78,7 +78,7 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 
     Args:
         schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; each `$ref` must
-            point to a part of the schema itself. None uses each prompt's field `schema`.
+            point to a part of the schema itself. None uses each prompt's `schema` field.
 
     Returns:
         `reward`: 1 if it is valid against the schema, else 0; `is_json`: 1 if it is JSON; `extracted`, the parsed text.

@@ -169,7 +169,7 @@ def math_answer(
         `accuracy`: 1 if the last marked answer equals the reference;
         `format`: 1 if exactly one answer is marked by `####` (a number) or `\boxed{}`, nothing comes after it, and the
         completion ended with its stop token;
-        `lenient_accuracy`: also 1 if the last number of the completion equals the reference;
+        `lenient_accuracy`: also 1 if the last number in the completion equals the reference;
         `reward`: 1 if accurate, else `format_reward` if `format` is 1, else 0; `extracted`, the marked answer.
 
     Raises:
@@ -232,14 +232,14 @@ def _spoken_answer(text: str) -> Answer | None:
 
 
 def reference_answer(trajectory: Trajectory) -> str:
-    """Returns the part of the prompt's field `answer` that a completion is compared with."""
+    """Returns the part of the prompt's `answer` field that a completion is compared with."""
     fields = trajectory.prompt.fields
     reference = chat_as_text(fields.get("answer"))
     text = "" if reference is None else _normalized(str(reference)).strip()
     answer = final_answer(text)
     if not (text if answer is None else answer.text):
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
+            f"Prompt {trajectory.prompt.id!r} needs a reference in its 'answer' field; it has {sorted(fields)}. "
             "Set answer_column in the data."
         )
     return text if answer is None else answer.text

@@ -214,7 +214,7 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
 
 
 def is_root() -> bool:
-    """Whether this process is root and other users exist; the root of a rootless container is an ordinary user."""
+    """Whether this process is root and other users exist; root in a rootless container is an ordinary user."""
     return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
 
 
