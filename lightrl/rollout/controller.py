@@ -162,7 +162,7 @@ class RolloutController:
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
-        """Forgets the groups of the last `take`, which have been trained on."""
+        """Forgets the groups from the last `take`, which have been trained on."""
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
@@ -396,7 +396,7 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs samples of a group and waits for their rewards unless they are deferred. A cancellation stops both.
+        """Runs samples in a group and waits for their rewards unless they are deferred. A cancellation stops both.
 
         Calls `on_done` with each sample's number and trajectory; the trajectory is None if it was dropped.
         """
@@ -432,7 +432,7 @@ class RolloutController:
             self._rewards.cancel(rewards)
 
     def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
-        """Reports to the scheduler that a trajectory of a running group is done; None means that it was dropped."""
+        """Reports to the scheduler that a trajectory in a running group is done; None means that it was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
             return  # the group was given up in this event-loop tick

@@ -61,7 +61,7 @@ class Curriculum(Protocol):
         """Returns the probability, 0 to 1, of running this prompt when its turn comes; 1 for a new prompt."""
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
+        """Records the mean accuracy, 0 to 1, of a group for this prompt; also called for dropped groups."""
 
     def state_dict(self) -> State:
         """Returns a copy of everything that `weight` depends on, in plain Python."""

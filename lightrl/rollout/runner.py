@@ -168,7 +168,7 @@ class TrajectoryRunner:
 
 @dataclass(eq=False)
 class _GroupGenerate:
-    """Calls the policy for the trajectories of one group; see `GroupGenerate`."""
+    """Calls the policy for the trajectories in one group; see `GroupGenerate`."""
 
     engine: RolloutEngine
     in_flight: InFlightCompletions
