@@ -82,7 +82,7 @@ States = tuple[Tensor, Tensor, Tensor]
 
 
 class SingleModel:
-    """A Hugging Face causal language model as the ParallelModel of one process.
+    """A Hugging Face causal language model as the ParallelModel for one process.
 
     A microbatch goes through the model with little or no padding, in one of several forms with the same results. On the
     CPU, rows of similar length form right-padded rectangles, or share the states of common prefixes if that is cheaper.

@@ -100,7 +100,7 @@ def folder_writer(
                     write_sums(part, [".metadata"])  # the other files contain checksums
                     files = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
                     if missing := sorted(name for name in files if not (part / name).is_file()):
-                        raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
+                        raise OSError(f"{', '.join(missing[:3])} from other ranks did not appear in {part}")
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:
@@ -121,7 +121,7 @@ class _Writer(FileSystemWriter):
 
 
 class _TrackedFiles(FileSystem):
-    """Files of a checkpoint that report write progress until they are synced and closed."""
+    """Files in a checkpoint that report write progress until they are synced and closed."""
 
     def __init__(self, save_id: str, progress: Progress) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _METADATA_FILE = ".metadata"
 OWN = "lightrl "  # prefix of a save id
 PARTS = ".distcp"  # suffix of tensor files
-# Any operation of a damaged or crafted pickle can fail.
+# Any operation in a damaged or crafted pickle can fail.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 _CLASSES: tuple[type, ...] = (
@@ -170,7 +170,7 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """torch's planner, changed to load single values as plain data; torch's unpickles them without limits."""
+    """torch's planner, changed to load individual values as plain data; torch's unpickles them unrestricted."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

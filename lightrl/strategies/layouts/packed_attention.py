@@ -18,7 +18,7 @@ operations work token by token. Each rank has the results of its tokens, and the
 
 Source: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 
-Shapes: T tokens of the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
+Shapes: T tokens in the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
 """
 
 from __future__ import annotations
