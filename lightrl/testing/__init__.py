@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn. `versions` has one weight version per completion token; by default all are 0."""
+    """Makes a one-turn trajectory. `versions` has one weight version per completion token; by default all are 0."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),
