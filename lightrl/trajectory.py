@@ -2,7 +2,7 @@
 
 A trajectory has two encodings: `to_bytes` for processes and checkpoints, `encode_json` for files that people read.
 
-T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries, each aligned to the
+T is the number of tokens in a trajectory, prompt included. Every per-token field has T entries, each aligned to the
 token it describes. Logprobs are in nats.
 """
 
@@ -525,7 +525,7 @@ def _is_hidden(name: str) -> bool:
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, in sample order, without dropped trajectories."""
+    """The trajectories for one prompt, in sample order, without dropped trajectories."""
 
     id: int  # position in the prompt stream
     prompt: Prompt  # shared by all its trajectories
