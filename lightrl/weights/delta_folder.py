@@ -54,7 +54,7 @@ class NotTheBase(DeltaError):
 
 @dataclass(frozen=True)
 class Version:
-    """A weight version of a run; `digest` is its `version_digest`."""
+    """A weight version in a run; `digest` is its `version_digest`."""
 
     run: str
     weight_version: int

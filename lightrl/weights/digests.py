@@ -155,7 +155,7 @@ class Digests:
             try:
                 future.result(self._timeout_s)
             except FutureTimeout as error:
-                raise WeightSyncError(f"the digests of a bucket took longer than {self._timeout_s:g} s") from error
+                raise WeightSyncError(f"a bucket's digests took longer than {self._timeout_s:g} s") from error
 
     def finish(self) -> dict[ServerLayout, RankDigests]:
         """Returns the version's digests by layout; stops the threads."""

@@ -158,7 +158,7 @@ class VersionWriter:
             if num_bytes != file.num_bytes:
                 raise WeightSyncError(
                     f"{file.path!r} has {num_bytes} bytes, but the rank that wrote it reported {file.num_bytes}. The "
-                    "folder must be shared by all hosts of the trainer. The servers keep the old weights."
+                    "folder must be shared by all the trainer's hosts. The servers keep the old weights."
                 )
             self._place.mkdir(exist_ok=True)
             path.rename(self._place / path.name)
