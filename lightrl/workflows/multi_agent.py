@@ -1,4 +1,4 @@
-"""MultiAgent: an episode of several named agents that the policy plays; it becomes one trajectory with a row per agent.
+"""MultiAgent: an episode with several named agents, played by the policy; becomes one trajectory, with a row per agent.
 
     reset(prompt) ─► (agent, observation) ─► that agent's turn ─► step(completion) ─► (next agent, observation) ─► …
 
@@ -81,7 +81,7 @@ class MultiAgent(Workflow):
     The trajectory has the `agents` column, and rewards per token: an agent's reward is on the last token of its turn.
     Use the `lightrl.rewards.environment_reward` reward: the trajectory's reward is the sum over the agents that the
     policy plays (0 in a zero-sum game without an opponent), and each role's mean is logged as `rollout/reward_<role>`.
-    GRPO then compares an agent with the same agent in the other trajectories of its group, and agents with the same
+    GRPO then compares an agent with the same agent in the other trajectories in its group, and agents with the same
     role with each other within their episode. No trajectory contains an opponent's tokens.
 
     Source: self-play with role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119.
@@ -89,7 +89,7 @@ class MultiAgent(Workflow):
     Args:
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new AgentEnvironment for each episode.
-        max_turns: maximum number of turns of all agents together.
+        max_turns: maximum number of turns for all agents together.
         max_tokens: maximum number of tokens in one agent's conversation; by default, the model's context.
         truncated_reward: the reward of a turn that was cut off, which ends the episode.
         time_limit_s: time limit for one episode; an episode that exceeds it is dropped.

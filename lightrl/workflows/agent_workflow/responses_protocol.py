@@ -168,12 +168,12 @@ class ResponsesExchange(Exchange):
         return items
 
     def _referred(self, item: JsonMapping) -> JsonMapping:
-        """Returns the item of an earlier response that this item refers to, or the item itself."""
+        """Returns the item from an earlier response that this item refers to, or the item itself."""
         if item.get("type") != "item_reference":
             return item
         if (referred := self.items.get(str(item.get("id")))) is None:
             raise RequestRefused(
-                f"No response of this session has the item {item.get('id')!r:.80}. Send the item itself.",
+                f"No response in this session has the item {item.get('id')!r:.80}. Send the item itself.",
                 status=404,
                 code="item_not_found",
             )

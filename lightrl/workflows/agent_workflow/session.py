@@ -79,7 +79,7 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    thinking: list[str]  # one text per message of the policy; the last belongs to the answer
+    thinking: list[str]  # one text per policy message; the last belongs to the answer
     answer_id: str  # the request's id; choices after the first append their index
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
@@ -470,7 +470,7 @@ class AgentSession:
         return self._num_tokens - (0 if encoded.row is None else encoded.row.num_row_tokens)
 
     async def _request_completion(self, encoded: EncodedRequest, conversation: Conversation) -> Completion:
-        """Returns the policy's completion of a conversation: the request's, or a longer one after corrections."""
+        """Returns the policy's completion for a conversation: the request's, or a longer one after corrections."""
         request, token_ids = encoded.request, conversation.token_ids
         if len(token_ids) >= self.max_tokens:
             self.exceeds_limit = True

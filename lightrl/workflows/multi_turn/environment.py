@@ -86,7 +86,7 @@ class Environment(ABC):
         return None
 
     def tool_schemas(self) -> list[JsonObject]:
-        """Returns JSON schemas of the tools that the chat template shows in the prompt; they must never change."""
+        """Returns JSON schemas for the tools that the chat template shows in the prompt; they must never change."""
         return []
 
 

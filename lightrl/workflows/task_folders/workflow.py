@@ -50,7 +50,7 @@ class TaskWorkflow(AgentWorkflow):
     /logs/verifier: the number in reward.txt, or `reward` in reward.json, or the mean of the numbers there. The other
     numbers in reward.json are metrics. If there is no reward, it is 0, and the `tests_without_reward` metric is 1.
 
-    For other rows, the agent works in a copy of `workspace_template`. Then the files of `hidden` are copied over its
+    For other rows, the agent works in a copy of `workspace_template`. Then the files in `hidden` are copied over its
     work, and `verify` runs in a copy of the result. The reward is 1 if it exits with 0. With pytest, a test must
     also have passed, and the `tests_passed_fraction` metric is the fraction of tests that passed.
 

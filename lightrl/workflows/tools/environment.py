@@ -200,7 +200,7 @@ class ToolServer(ABC):
 
     @abstractmethod
     def schemas(self) -> Sequence[JsonObject]:
-        """Returns JSON schemas of the tools, as chat templates expect them; called when the run starts."""
+        """Returns JSON schemas for the tools, as chat templates expect them; called when the run starts."""
 
     @abstractmethod
     def open(self) -> ToolServer:
