@@ -228,7 +228,7 @@ def test_what_no_run_can_balance_is_refused_before_a_model_is_loaded(run: dict[s
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile imports what is deprecated
-@pytest.mark.parametrize(("change", "message"), [("bfloat16", "biases in float32"), ("compile", "a compiled policy")])
+@pytest.mark.parametrize(("change", "message"), [("bfloat16", "float32 biases"), ("compile", "a compiled policy")])
 def test_a_policy_whose_biases_round_or_that_is_compiled_is_refused(change: str, message: str) -> None:
     module, trainer = SimpleNamespace(policy=spec("deepseek_v3").load_model()), SimpleNamespace(strategy=None)
     getattr(module.policy, change)()
