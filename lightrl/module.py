@@ -337,7 +337,7 @@ class RLModule(TrainedModule):
 
         Metrics are averaged; a pair `(values, weights)` gives the weighted mean Σ w·v / Σ w. `ess_weights` [B, T] are
         the factors by which the loss multiplies each token's policy gradient, 0 for tokens without gradient. They are
-        used to compute the metric `ess_fraction`; without them, policy ÷ behavior is used.
+        used to compute the `ess_fraction` metric; without them, policy ÷ behavior is used.
 
         Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """

@@ -140,12 +140,12 @@ class ChatTemplate:
                 row_tools = json.loads(row_tools)
         if not isinstance(kwargs, Mapping):
             raise ValueError(
-                "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, for example "
+                "The 'chat_template_kwargs' column must be a dict of the chat template's arguments, for example "
                 f"{{'enable_thinking': False}}, got {kwargs!r:.100}."
             )
         if row_tools and not (isinstance(row_tools, list) and all(isinstance(tool, Mapping) for tool in row_tools)):
             raise ValueError(
-                f"The column 'tools' must be a list of JSON schemas for the chat template, got {row_tools!r:.100}. "
+                f"The 'tools' column must be a list of JSON schemas for the chat template, got {row_tools!r:.100}. "
                 "Rename it if it is meant for the reward."
             )
         arguments = {name: value for name, value in kwargs.items() if value is not None}  # Parquet fills in None

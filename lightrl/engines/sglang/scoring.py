@@ -45,7 +45,7 @@ def with_server(call: ModelCall, module: Any) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call to a server. The environment variable LIGHTRL_SERVER_TOKEN contains the server's token.
+    """The `run` of a model call to a server. The LIGHTRL_SERVER_TOKEN environment variable contains the server's token.
 
     Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
