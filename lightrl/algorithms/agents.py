@@ -1,4 +1,4 @@
-"""Advantages per agent: each agent is compared with agents with the same role, usually in other episodes.
+"""Advantages per agent: each agent is compared with agents in the same role, usually in other episodes.
 
 Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents with the same role in an episode.
 """

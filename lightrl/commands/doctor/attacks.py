@@ -88,7 +88,7 @@ def attack(
         attempted = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
         # if the data has no answers, count whatever earns more than an empty completion
         compared = [pair for pair in attempted if pair[0].row in right or not answered]
-        hits = [item for item, num in compared if num is not None and num > _bound(item.row, answer_value, empty_value)]
+        hits = [item for item, got in compared if got is not None and got > _bound(item.row, answer_value, empty_value)]
         num_failed = sum(value is None for _, value in attempted)
         num_hits += len(hits)
         failed = f", {num_failed} failed" if num_failed else ""
