@@ -9,7 +9,7 @@ prints a JSON line per family and stores the lines in `benchmarks/families.jsonl
 tables of docs/models.md. The third prints the table rows of benchmarks/replay.md.
 
     outcome           exact; refused, with lightrl's reason in `why`; failed or wrong, a bug of lightrl
-    max_abs_dlogp     largest difference of logprobs, in nats, engine − trainer, in two GRPO steps with LocalEngine
+    max_abs_dlogp     largest logprob difference, in nats, engine − trainer, in two GRPO steps with LocalEngine
     packed            whether trajectories may share a row; packed logprobs then equal those of rectangles
     fsdp2_grad_error  relative error of the gradients of FSDP2Strategy on two ranks against one process. Each rank
                       reads the folder, and the weights sent to servers equal the folder's
@@ -295,7 +295,7 @@ class _Policy(GRPO):
 
 
 class _Differences(RLCallback):
-    """Collects the largest difference of logprobs, and whether the engine has the trainer's weights."""
+    """Collects the largest logprob difference, and whether the engine has the trainer's weights."""
 
     def __init__(self) -> None:
         self.largest = 0.0
@@ -361,7 +361,7 @@ def _check(name: str, value: float) -> float:
 
 
 def _train(spec: ModelSpec) -> float:
-    """Trains two steps; returns the largest difference of logprobs."""
+    """Trains two steps; returns the largest logprob difference."""
     watch = _Differences()
     trainer = lightrl.Trainer(
         max_steps=2,
@@ -385,7 +385,7 @@ class _ReplayDifferences(RLCallback):
 
     def __init__(self) -> None:
         self.routed_otherwise = 0.0  # share of tokens with other experts in some layer
-        self.native = self.replayed = 0.0  # largest difference of logprobs, nats
+        self.native = self.replayed = 0.0  # largest logprob difference, nats
 
     def on_experience_ready(self, trainer: Any, module: Any, experience: Experience) -> None:
         def largest(experience: Experience) -> float:
@@ -564,7 +564,7 @@ def _compare_names(sent: dict[str, Tensor], folder: str) -> None:
 def with_tables(page: str, rows: Sequence[Row]) -> str:
     """Returns the page with the tables of these rows between its marks; figures are the largest of a kind."""
     row_of = {row.family: row for row in rows}
-    text = "\n| | packed | not packed | largest difference of logprobs, nats | FSDP2: largest error of gradients |\n"
+    text = "\n| | packed | not packed | largest logprob difference, nats | FSDP2: largest gradient error |\n"
     text += "|---|---|---|---:|---:|\n"
     for kind, configs in FAMILIES.items():
         exact = [row_of[family] for family in configs if family in row_of and row_of[family].outcome == "exact"]

@@ -2,7 +2,7 @@
 
 Each package imports only from packages above it in this list:
 
-    errors        the exceptions of a run, as a tree
+    errors        the exceptions that a run raises, as a tree
     checks        checks configurations and user code, with clear errors
     concurrency   threads, event loops and processes
     columns       data that travels with tokens, from the engine to the loss

@@ -5,8 +5,8 @@
               ├─► values ─────┼─► advantages ─► policy update, critic update
               └─► teacher … ──┘
 
-A key is the name of a field or an extra of Experience. A call runs once, on all trajectories, as soon as its inputs
-exist. Calls of models that share ranks run one after another, in the same order on each rank; roles with separate ranks
+A key is the name of a field or an extra in Experience. A call runs once, on all trajectories, as soon as its inputs
+exist. Calls to models that share ranks run one after another, in the same order on each rank; roles with separate ranks
 run in parallel. At the same time, calls without a role (an LLM judge on a server, a function) run on rank 0, each in a
 separate thread. loops/score.py executes the graph.
 """
@@ -49,7 +49,7 @@ class ModelCall:
     microbatch_tokens: int | None = None  # None uses the module's setting
     run: Callable[..., Any] | None = field(default=None, compare=False)
     after: tuple[str, ...] = ()  # names of calls that must finish first although this call does not read their outputs
-    timeout_s: float = 1800.0  # deadline of a call without a role
+    timeout_s: float = 1800.0  # deadline for a call without a role
     base_only: bool = False  # run the role's base model, without the weights that training adds
     on_all_ranks: bool = False  # every rank runs the function, in the trainer's thread
     url: str | None = None  # a server that runs the role's model instead of the trainer
@@ -66,7 +66,7 @@ class ModelCall:
                     "with the comma."
                 )
         check_choice(get_args(Kind), **{f"kind of model call {self.name!r}": self.kind})
-        check_bounds(1, **{f"microbatch_tokens of model call {self.name!r}": self.microbatch_tokens})
+        check_bounds(1, **{f"microbatch_tokens for model call {self.name!r}": self.microbatch_tokens})
         if self.kind == "infer" and self.role is not None and self.run is None:
             self._check_forward_outputs()
 
@@ -76,7 +76,7 @@ class ModelCall:
         if outputs and outputs in ((outputs[0], *topk_keys), ("values", "bootstrap_values")):
             return
         raise ValueError(
-            f"Model call {self.name!r} is a forward of {self.role!r}, which returns one tensor, so its outputs must be "
+            f"Model call {self.name!r} is a forward of {self.role!r}, which returns one tensor, so outputs must list "
             f"one key{''.join(f', then {key}' for key in topk_keys)}, got {list(outputs)}. Make one call for each key, "
             "or set run= to a function."
         )
@@ -131,7 +131,7 @@ class DataFlowGraph:
     def before_rewards(self) -> set[str]:
         """Returns the names of the infer calls that can run before the rewards are known; the rest run afterwards.
 
-        The set is empty if any call other than the advantages reads rewards, because that call must wait for them too.
+        The set is empty if any call other than the advantages reads rewards, because that call must also wait for them.
         """
         late = {REWARD}
         for call in self.of_kind("infer"):  # sorted: each call comes after the calls that it needs

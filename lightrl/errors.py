@@ -1,4 +1,4 @@
-"""The exceptions of a run, as a tree. Errors that a user can fix before the run are ValueErrors and TypeErrors.
+"""The exceptions that a run raises, as a tree. Errors a user can fix before the run are ValueErrors and TypeErrors.
 
 LightRLError
 ├── EngineError               the rollout engine failed
@@ -8,7 +8,7 @@ LightRLError
 │       └── WeightSyncUndone  the engine still serves the previous weights
 ├── RolloutError              a workflow or an environment failed, or no batch was ready in time
 ├── RewardError               a reward function raised, did not return a finite number, hung or was killed
-├── OtherRankFailed           another process of the run failed first, so this process had to stop
+├── OtherRankFailed           another process in the run failed first, so this process had to stop
 └── TrainingError             the update cannot continue (repeated non-finite gradients)
 """
 
@@ -62,7 +62,7 @@ class RewardError(LightRLError):
 
 
 class OtherRankFailed(LightRLError):
-    """Another process of the run failed first; `__cause__` is the error that followed in this process."""
+    """Another process in the run failed first; `__cause__` is the error that followed in this process."""
 
 
 class TrainingError(LightRLError):

@@ -1,6 +1,6 @@
-"""Experience: the trajectories of one iteration as tensors, ready for model calls, advantages and the loss.
+"""Experience: the trajectories from one iteration as tensors, ready for model calls, advantages and the loss.
 
-Shapes: B trajectories, T tokens of the longest trajectory (the rest are padded on the right). Every [B, T] tensor is
+Shapes: B trajectories, T tokens in the longest trajectory (the rest are padded on the right). Every [B, T] tensor is
 aligned to the token it describes; logprobs are 0 at position 0. Logprobs are in nats.
 """
 
@@ -229,7 +229,7 @@ class Experience:
         return units_of(self.group_ids.tolist(), unit)
 
     def to_tensordict(self) -> Any:
-        """Returns a `tensordict.TensorDict`, batch size [B], of all set fields except images and coded columns.
+        """Returns a `tensordict.TensorDict`, batch size [B], with all set fields except images and coded columns.
 
         Raises:
             ImportError: if tensordict is not installed.
@@ -244,7 +244,7 @@ class Experience:
 
 _FIELD_ORDER = tuple(item.name for item in fields(Experience) if item.name not in ("columns", "extras"))
 FIELDS = frozenset(_FIELD_ORDER)  # without columns and extras
-reserve((FIELDS | {"extras"}) - {"rewards"})  # a trajectory's column `rewards` becomes the field `token_rewards`
+reserve((FIELDS | {"extras"}) - {"rewards"})  # a trajectory's the `rewards` column becomes the `token_rewards` field
 _ROLLOUT_FIELDS = _FIELD_ORDER[: _FIELD_ORDER.index("proximal_logprobs")]
 
 
@@ -362,9 +362,9 @@ def check_trajectories(trajectories: Sequence[Trajectory], *, has_rewards: bool 
         raise ValueError("This iteration has no trajectories, because every group was dropped.")
     without = [item.prompt.id for item in trajectories if item.reward is None]
     if without and has_rewards:
-        raise ValueError(f"A trajectory of prompt {without[0]!r} has no reward. Compute it first.")
+        raise ValueError(f"A trajectory for prompt {without[0]!r} has no reward. Compute it first.")
     for item in trajectories:
-        name, num = f"A trajectory of prompt {item.prompt.id!r}", len(item.token_ids)
+        name, num = f"A trajectory for prompt {item.prompt.id!r}", len(item.token_ids)
         problems = [TOKENS[token_field].problem(getattr(item, token_field), num) for token_field in TOKENS]
         problems += [column_named(column).problem(values, num) for column, values in item.columns.items()]
         if problem := next(filter(None, problems), None):

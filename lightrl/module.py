@@ -1,4 +1,4 @@
-"""RLModule: the hooks of a run. The user writes a reward and a loss; all other hooks have defaults.
+"""RLModule: a run's hooks. The user writes a reward and a loss; all other hooks have defaults.
 
 An iteration runs the workflow and `reward` for each trajectory, then the `model_calls`, `advantages` once for all
 trajectories, and `loss` for each microbatch of each minibatch.
@@ -78,7 +78,7 @@ class TrainedModule(L.LightningModule):
 
 
 class SharedSettings(TypedDict, total=False):
-    """Arguments of RLModule that every algorithm passes on as `kwargs`, for type checkers."""
+    """Arguments to RLModule that every algorithm passes on as `kwargs`, for type checkers."""
 
     reward: str | RewardPart | list[RewardPart] | RewardFunction | None
     reward_model: str | ModelSpec | Role | None
@@ -132,7 +132,7 @@ class RLModule(TrainedModule):
         group_size: G, the number of trajectories per prompt.
         sampling: how to sample training rollouts. The model's and the tokenizer's stop tokens are added.
         validation_sampling: how to sample validation rollouts; None samples greedily with the same limits.
-        validation_group_size: number of completions per validation prompt. Above 1, pass@k is reported too.
+        validation_group_size: number of completions per validation prompt. Above 1, pass@k is also reported.
         num_minibatches: number of updates in one pass over the iteration.
         update_epochs: number of passes over the iteration, with the same minibatches in different orders.
         microbatch_tokens: maximum number of tokens in one forward and backward pass. A single longer row may exceed it;
@@ -140,7 +140,7 @@ class RLModule(TrainedModule):
         loss_reduction: over a minibatch's N trained tokens and B trajectories, `token` is Σ/N, `sequence` Σᵢ(Σₜ/nᵢ)/B,
             and `fixed` Σ/(B·max_new_tokens).
         optimizer: `adamw`, or `muon` for hidden matrices with AdamW for the rest (models/muon.py).
-        lr: learning rate of the default optimizer.
+        lr: learning rate for the default optimizer.
         betas: the default AdamW's decay rates for the two moments.
         eps: the default AdamW's epsilon.
         weight_decay: the default optimizer's weight decay.
@@ -148,8 +148,8 @@ class RLModule(TrainedModule):
         lr_decay: `constant`, or `linear` or `cosine` to the end of the run.
         min_lr_ratio: fraction of `lr` that remains at the end of a decay.
         reward_workers: number of processes that compute rewards, for a reward given by dotted path.
-        reward_timeout_s: deadline of one call of the reward; must be below StalenessControl's rollout_timeout_s.
-        reward_memory_mib: memory limit of each reward process; None means no limit.
+        reward_timeout_s: deadline for one call to the reward; must be below StalenessControl's rollout_timeout_s.
+        reward_memory_mib: memory limit for each reward process; None means no limit.
         reward_recycle_after: number of calls after which a reward process is replaced; None means never.
         max_failed_fraction: the run stops if a larger fraction of an iteration's trajectories fails.
         max_skipped_updates: the run stops after this many updates in a row with non-finite gradients.
@@ -165,7 +165,7 @@ class RLModule(TrainedModule):
     # Whether `loss` reads `proximal_logprobs`, and whether it uses the gradient of `outputs.entropy`; False saves time.
     needs_proximal_logprobs: bool = True
     needs_entropy_gradient: bool = True
-    # Whether `advantages` compares the trajectories of a group, which must then have at least two.
+    # Whether `advantages` compares the trajectories in a group, which must then have at least two.
     compares_groups: bool = True
     # Whether `advantages` reads `self.prompts`, the prompt of each trajectory, [B]; rank 0 sends them to all ranks.
     reads_prompts: bool = False
@@ -265,7 +265,7 @@ class RLModule(TrainedModule):
         self.sampling = sampling or Sampling()
         if self.sampling.temperature == 0:
             raise ValueError(
-                "sampling.temperature must be above 0, got 0: all completions of a group would be identical. Use 1."
+                "sampling.temperature must be above 0, got 0: all completions in a group would be identical. Use 1."
             )
         self.validation_sampling = validation_sampling or dataclasses.replace(
             self.sampling, temperature=0.0, topk_logprobs=0
@@ -276,7 +276,7 @@ class RLModule(TrainedModule):
         if validation_group_size > 1 and self.validation_sampling.temperature == 0:
             raise ValueError(
                 f"validation_group_size={validation_group_size} needs validation_sampling.temperature above 0, got 0: "
-                "all completions of a prompt would be identical. Pass validation_sampling, or validation_group_size=1."
+                "all completions for a prompt would be identical. Pass validation_sampling, or validation_group_size=1."
             )
         self.num_minibatches = num_minibatches
         self.update_epochs = update_epochs
@@ -306,7 +306,7 @@ class RLModule(TrainedModule):
         self._set_name: str | None = None  # name of the current batch's validation set, if there are several
 
     def models(self) -> dict[str, Role]:
-        """Returns the roles by name; each role's model becomes the attribute `self.<name>`."""
+        """Returns the roles by name; each role's model becomes the `self.<name>` attribute."""
         reward_model = {} if self.reward_model_role is None else {"reward_model": self.reward_model_role}
         return {"policy": self.policy_role, **reward_model}
 
@@ -337,7 +337,7 @@ class RLModule(TrainedModule):
 
         Metrics are averaged; a pair `(values, weights)` gives the weighted mean Σ w·v / Σ w. `ess_weights` [B, T] are
         the factors by which the loss multiplies each token's policy gradient, 0 for tokens without gradient. They are
-        used to compute the metric `ess_fraction`; without them, policy ÷ behavior is used.
+        used to compute the `ess_fraction` metric; without them, policy ÷ behavior is used.
 
         Must be a pure function of its arguments. Masked positions are 0 in every float [B, T] input.
         """
@@ -549,7 +549,7 @@ class RLModule(TrainedModule):
         return batch  # prompts are plain Python
 
     def on_after_batch_transfer(self, batch: object, dataloader_idx: int) -> object:
-        """Rolls out the prompts of a validation, test or predict batch, so that the step gets rewarded groups."""
+        """Rolls out the prompts in a validation, test or predict batch, so that the step gets rewarded groups."""
         trainer: Any = self.trainer
         if trainer.training:
             self._log_batch_size = 1

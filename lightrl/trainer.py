@@ -120,7 +120,7 @@ def set_device_defaults(flags: LightningSettings) -> None:
 
 
 class LightningSettings(TypedDict, total=False):
-    """The other arguments of Lightning's Trainer, for type checkers."""
+    """The other arguments to Lightning's Trainer, for type checkers."""
 
     accelerator: str | Accelerator
     devices: list[int] | str | int
@@ -175,7 +175,7 @@ class Trainer(RLTrainer):
         strategy: an object or a name from Lightning or lightrl; for several devices, auto or None means FSDP2Strategy.
         precision: as in Lightning; None uses `bf16-mixed` on a CUDA GPU, otherwise Lightning's default.
         log_every_n_steps: as in Lightning. None logs every iteration of an RLModule, otherwise every 50 steps.
-        kwargs: other arguments of Lightning's Trainer.
+        kwargs: other arguments to Lightning's Trainer.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Trainer(RLTrainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The run's folder, where callbacks write too. All ranks must read it together: reading it is a collective.
+        """The run's folder, where callbacks also write. All ranks must read it together: reading it is a collective.
 
         Lightning's `log_dir` is a folder per run only if the first logger is TensorBoard or CSV; with Weights & Biases
         or MLflow, all runs share a folder. This is the folder of the first TensorBoard or CSV logger, otherwise
@@ -421,7 +421,7 @@ class Trainer(RLTrainer):
             return self._run_rl_stage(module)
 
     def _note_failure(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        """Records the error if one ended the stage, and warns if it prevents a checkpoint."""
+        """Records an error that ended the stage; if it prevents a checkpoint, stops callbacks from saving and warns."""
         if error is None:
             return
         resume = self.rollout_loop.resume
@@ -429,7 +429,7 @@ class Trainer(RLTrainer):
         failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
             muted = self._mute_checkpoints()
-            if muted and failed_before is None and self.global_step:  # otherwise the failed rank warns
+            if muted and failed_before is None and self.global_step:  # a rank that failed earlier has warned
                 self._warn_of_no_checkpoint(getattr(muted[0], "dirpath", None))
 
     def ended_by_sigterm(self) -> contextlib.AbstractContextManager[None]:
@@ -519,7 +519,7 @@ class Trainer(RLTrainer):
     def _check_folders(self) -> None:
         """Raises ValueError if this run cannot write to one of its folders."""
         folders: list[Any] = [getattr(logger, "save_dir", None) or self.default_root_dir for logger in self.loggers]
-        for folder in folders:  # callbacks write there too
+        for folder in folders:  # callbacks also write there
             check_local(save_dir=folder)
         for callback in self.checkpoint_callbacks:  # by default they save next to the first logger's files
             folders.append(getattr(callback, "dirpath", None) or (folders or [self.default_root_dir])[0])

@@ -2,7 +2,7 @@
 
 A trajectory has two encodings: `to_bytes` for processes and checkpoints, `encode_json` for files that people read.
 
-T is the number of tokens of a trajectory, prompt included. Every per-token field has T entries, each aligned to the
+T is the number of tokens in a trajectory, prompt included. Every per-token field has T entries, each aligned to the
 token it describes. Logprobs are in nats.
 """
 
@@ -30,7 +30,7 @@ JsonMapping: TypeAlias = Mapping[str, Any]  # a read-only JsonObject
 
 
 class Attached(TypedDict, total=False):
-    """What the policy reads besides token ids (which contain placeholders), as keyword arguments of `generate`."""
+    """What the policy reads besides token ids (which contain placeholders), as keyword arguments to `generate`."""
 
     images: tuple[str, ...]  # paths or data: URLs; the prompt's images, then the observations'; absent without images
 
@@ -193,7 +193,7 @@ class Sampling:
         temperature: 0 is greedy.
         top_p: 1 keeps every token; a lower value keeps at most the top MAX_SUPPORT.
         top_k: -1 keeps every token.
-        max_new_tokens: token limit of a completion; each turn has one completion.
+        max_new_tokens: token limit for a completion; each turn has one completion.
         min_new_tokens: no stop token is sampled before the completion has this many tokens.
         stop_token_ids: a completion ends with the first of these and includes it.
         topk_logprobs: record this many most likely tokens and their logprobs at each sampled token (8 bytes each), for
@@ -246,7 +246,7 @@ class Sampling:
     @property
     def max_support(self) -> int:
         """Maximum number of tokens to sample from; -1 for the whole vocabulary."""
-        most = 64 if self.grammar else MAX_SUPPORT  # a grammar may allow all tokens in free text; unlikely ones tie
+        most = 64 if self.grammar else MAX_SUPPORT  # in free text a grammar may allow every token; unlikely ones tie
         return self.top_k if self.top_k != -1 or not self.is_truncated else most
 
 
@@ -289,7 +289,7 @@ def rows_of(num_tokens: int, branches: Iterable[tuple[int, int]]) -> list[list[S
 
 @dataclass
 class Trajectory:
-    """One finished interaction: a completion, a conversation of several turns, or a tree of conversations.
+    """One finished interaction: a completion, a conversation with several turns, or a tree of conversations.
 
     The constructor converts lists of per-token numbers to TokenArrays, which use 8 bytes per token in total, and up to
     8 more for rewards that differ from token to token.
@@ -319,7 +319,7 @@ class Trajectory:
     reward: float | None = None  # None until it is computed
     # Other data that travels with the tokens, by name (lightrl/columns), for example rewards per token.
     columns: dict[str, Any] = field(default_factory=dict)
-    images: list[str] = field(default_factory=list)  # images of observations, as data: URLs
+    images: list[str] = field(default_factory=list)  # images in observations, as data: URLs
     turns: list[Turn] = field(default_factory=list)  # where the policy's completions are, in order
     metrics: dict[str, float] = field(default_factory=dict)  # name → number to log, from the reward or the workflow
     workspace: str | None = None  # folder that an agent left for the reward; deleted afterwards
@@ -406,7 +406,7 @@ class Trajectory:
 
     @property
     def accuracy(self) -> float:
-        """The metric `accuracy` if there is one; otherwise 1.0 if the reward is at least 1, else 0.0."""
+        """The `accuracy` metric if there is one; otherwise 1.0 if the reward is at least 1, else 0.0."""
         return self.metrics.get("accuracy", float((self.reward or 0.0) >= 1.0))
 
     def with_lists(self) -> Trajectory:
@@ -525,7 +525,7 @@ def _is_hidden(name: str) -> bool:
 
 @dataclass
 class Group:
-    """The trajectories of one prompt, in sample order, without dropped trajectories."""
+    """The trajectories for one prompt, in sample order, without dropped trajectories."""
 
     id: int  # position in the prompt stream
     prompt: Prompt  # shared by all its trajectories
@@ -600,7 +600,7 @@ def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
 
 
 def read_trajectories(path: str | Path) -> Iterator[Trajectory]:
-    """Yields the trajectories of a file that TrajectoryLog wrote, or of a folder of such files, in training order."""
+    """Yields the trajectories in a file that TrajectoryLog wrote, or in a folder of these files, in training order."""
     for file in files_of(Path(path)):
         yield from (trajectory for _, _, trajectory in read_records(file))
 

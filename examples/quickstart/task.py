@@ -32,7 +32,7 @@ class LargestDigit(PromptDataModule):
     Args:
         batch_size: prompts per iteration; each becomes a group.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: other arguments of PromptDataModule, such as `seed`.
+        kwargs: other arguments to PromptDataModule, such as `seed`.
     """
 
     def __init__(self, batch_size: int, num_validation: int = 2000, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ class DigitPairs(PreferenceDataModule):
     Args:
         batch_size: pairs per step.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: other arguments of PreferenceDataModule.
+        kwargs: other arguments to PreferenceDataModule.
     """
 
     def __init__(self, batch_size: int, num_validation: int = 2000, **kwargs: Any) -> None:

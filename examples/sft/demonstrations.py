@@ -14,7 +14,7 @@ class Demonstrations(SFTDataModule):
         batch_size: demonstrations per step.
         hasty_fraction: fraction of hasty answers in the train split; the validation split has none.
         num_validation: maximum number of held-out prompts to validate on.
-        kwargs: other arguments of SFTDataModule.
+        kwargs: other arguments to SFTDataModule.
     """
 
     def __init__(self, batch_size: int, hasty_fraction: float = 0.0, num_validation: int = 2000, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ Reading order:
     reference.py  ReferenceKL: the KL term, its reference policy, its adaptive weight
     relatives.py  DrGRPO, DAPO, RLOO, GSPO, CISPO, SAPO, REINFORCE++, M2PO and more: variants of GRPO;
                   OAPL, TOPR, DPPO for stale trajectories
-    turns.py      GiGPO: credit for each turn of an episode
+    turns.py      GiGPO: credit for each turn in an episode
     agents.py     advantages for trajectories with several agents
     ppo.py        PPO: a critic instead of groups
     distillation.py  imitates a teacher's distribution at each token that the policy generates

@@ -1,6 +1,6 @@
-"""Advantages per agent: each agent is compared with agents of the same role, usually in other episodes.
+"""Advantages per agent: each agent is compared with agents in the same role, usually in other episodes.
 
-Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents of one role in an episode.
+Shapes: B trajectories, T tokens, b trajectories on this rank, R roles, C agents with the same role in an episode.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def gives_one_number(reward: Any) -> bool:
 
 
 def agent_advantages(module: RLModule, experience: Any) -> Any:
-    """Returns the advantages, [b, T], of trajectories with the column `agents`. A user's `advantages` takes precedence.
+    """Returns the advantages, [b, T], of trajectories with the `agents` column. A user's `advantages` takes precedence.
 
     An agent's reward is the sum of its tokens' rewards. Its baseline is the mean reward of its role over the
-    trajectory's group, or over the iteration with `advantage_mean: batch`. If an episode has several agents of one
-    role, such as the solvers of one proposed task, they form their own group, and the mean is over them. A trajectory
-    without agents, for example from another data source, gets its group's advantage.
+    trajectory's group, or over the iteration with `advantage_mean: batch`. If an episode has several agents with
+    the same role, such as the solvers of one proposed task, they form their own group, and the mean is over them. A
+    trajectory without agents, for example from another data source, gets its group's advantage.
 
     Source: SPIRAL's role-conditioned advantages, https://arxiv.org/abs/2506.24119, but with the mean of the group.
 
@@ -88,12 +88,12 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     assert isinstance(module, GRPO)
     local, rows = experience.local, experience.local_rows
     agents, token_rewards = local["agents"], local.token_rewards
-    role, copy = agents.clamp(min=0) // COPIES, agents.clamp(min=0) % COPIES
+    role, copy = agents.clamp(min=0) // COPIES, agents.clamp(min=0) % COPIES  # agents = role * COPIES + copy
     # A row whose reward is a single number has NaN here if other rows have token rewards (columns/rewards.py).
     lacks_rewards = (agents >= 0) if token_rewards is None else (agents >= 0) & token_rewards.isnan()
     largest = torch.tensor([int(part.max()) if part.numel() else 0 for part in (role, copy, lacks_rewards)])
-    num_roles, num_copies, has_missing = (experience.total(largest, "max") + 1).tolist()
-    if has_missing > 1 or token_rewards is None:
+    num_roles, num_copies, missing_plus_1 = (experience.total(largest, "max") + 1).tolist()
+    if missing_plus_1 > 1 or token_rewards is None:
         raise ValueError("MultiAgent needs rewards per agent. Set reward to lightrl.rewards.environment_reward.")
     index = role * num_copies + copy
     is_agents = (agents >= 0).double()
@@ -105,7 +105,7 @@ def agent_advantages(module: RLModule, experience: Any) -> Any:
     groups = torch.unique(experience.group_ids, return_inverse=True)[1]
     for columns in torch.arange(num_roles * num_copies).view(num_roles, num_copies).unbind():
         has, values = present[:, columns], earned[:, columns]
-        # Compare within the group or, if a trajectory has several agents of this role, within the trajectory.
+        # Compare within the group or, if a trajectory has several agents with this role, within the trajectory.
         ids = torch.where(has.sum(1) > 1, len(groups) + torch.arange(len(groups)), groups)[:, None].expand_as(values)
         result = torch.zeros_like(values)
         result[has] = module.group_advantages_of(values[has], ids[has])

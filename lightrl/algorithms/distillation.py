@@ -70,7 +70,7 @@ class Distillation(GRPO):
         reward: always computed and logged, but trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, which are added to the teacher's advantages.
         group_size: completions per prompt; 1 is enough without `reward_coef`.
-        kwargs: further arguments of GRPO.
+        kwargs: other arguments to GRPO.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class WeightsSettings(TypedDict, total=False):
 
 
 class AllButBaseline(RelativeSettings, ReductionSettings, ClipSettings, RatioSettings, WeightsSettings, total=False):
-    """Arguments of algorithms that set the baseline and `group_size` themselves."""
+    """Arguments for algorithms that set the baseline and `group_size` themselves."""
 
 
 class GRPO(RLModule):
@@ -102,11 +102,11 @@ class GRPO(RLModule):
         reference: a KL term in the loss.
         entropy_coef: weight of an entropy bonus; a negative weight penalizes entropy.
         overlong_penalty: a penalty added to the reward of completions near the length limit.
-        reward_shaping: bias, scaling and clip of the rewards; None leaves them unchanged.
+        reward_shaping: bias, scaling and clip for the rewards; None leaves them unchanged.
         score_centering: correct the mean of the score for differences between the engine's and the trainer's
             probabilities, on the `sampling.topk_logprobs` most likely tokens (functional/centering.py). In later
-            updates of an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
-        kwargs: further arguments of RLModule.
+            updates in an iteration, bounded importance weights of these tokens use the policy, not the proximal policy.
+        kwargs: other arguments to RLModule.
     """
 
     fixed_settings = RLModule.fixed_settings | {"reference_kl"}
@@ -251,7 +251,7 @@ class GRPO(RLModule):
     def token_weights(self, log_ratio: Tensor, advantages: Tensor) -> Tensor:
         """Returns the factor on the policy gradient of tokens with these log-ratios to the behavior policy, [B, T, K].
 
-        `score_centering` needs it; a class that overrides `policy_loss` must override it too.
+        `score_centering` needs it; a class that overrides `policy_loss` must also override it.
         """
         if self.importance_weights is not None:
             every_token = torch.ones_like(log_ratio, dtype=torch.bool)

@@ -80,7 +80,7 @@ class PPO(GRPO):
     """A clipped policy gradient with a critic as its baseline: a network that predicts the future reward at each token.
 
     One completion per prompt is enough. Policy and critic are updated in the same optimizer step, each in a separate
-    parameter group. GRPO's settings `decoupled` and `dual_clip` select the variants with those names.
+    parameter group. GRPO's `decoupled` and `dual_clip` settings select the variants with those names.
 
     Source: https://arxiv.org/abs/1707.06347; for language models, https://arxiv.org/abs/1909.08593.
 
@@ -103,7 +103,7 @@ class PPO(GRPO):
         whiten_advantages: normalize the advantages over all loss tokens of the iteration.
         reference: a KL term, in the reward or in the loss.
         early_stop: skip updates once the policy has moved too far.
-        kwargs: arguments of GRPO, except its group statistics.
+        kwargs: arguments to GRPO, except its group statistics.
     """
 
     advantage_keys = ("advantages", "returns")

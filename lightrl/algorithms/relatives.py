@@ -98,7 +98,7 @@ class DrGRPO(GRPO):
 class DAPO(GRPO):
     """GRPO with clip-higher and a loss averaged over tokens. `overlong_penalty` is the paper's soft punishment.
 
-    The callback `DynamicSampling()` adds the paper's dynamic sampling, which drops groups whose rewards are all equal.
+    The `DynamicSampling()` callback adds the paper's dynamic sampling, which drops groups whose rewards are all equal.
 
     Source: https://arxiv.org/abs/2503.14476.
     """
@@ -240,7 +240,7 @@ class SAPO(GRPO):
 
     Args:
         temperature_positive, temperature_negative: the gate's temperatures for advantages above 0 and for all others.
-        kwargs: arguments of GRPO, except its clip.
+        kwargs: arguments to GRPO, except its clip.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ class ReinforcePlusPlus(GRPO):
     Args:
         advantage_mean: `group` first subtracts the group's mean reward; this is the paper's variant with a baseline.
         group_size: completions per prompt; 1 is enough without that baseline.
-        kwargs: arguments of GRPO, except `advantage_std` and `leave_one_out`.
+        kwargs: arguments to GRPO, except `advantage_std` and `leave_one_out`.
     """
 
     kl_in_reward = True
@@ -343,14 +343,14 @@ class GDPO(GRPO):
     """GRPO with several rewards, each normalized separately, so that one with a large deviation does not dominate.
 
     Each reward is normalized within its group. The weighted sums are then normalized over the batch. Two trajectories
-    of a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
+    in a group get equal advantages only if all their rewards are equal; equal sums of rewards are not enough.
 
     Source: https://arxiv.org/abs/2601.05242, equations 4 to 7.
 
     Args:
         reward_weights: name → weight of each reward to train on: a RewardPart, or a number that the reward function
             returns. A trajectory without one of them counts as failed, and is dropped. The reward is only logged.
-        kwargs: arguments of GRPO, except its statistics and settings that change the reward.
+        kwargs: arguments to GRPO, except its statistics and settings that change the reward.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class GDPO(GRPO):
             lacking = next((item for item in trajectories if name not in item.metrics), None)
             if lacking is not None:
                 raise ValueError(
-                    f"The reward of a trajectory of prompt {lacking.prompt.id!r} has no {name!r}, which reward_weights "
+                    f"A trajectory's reward for prompt {lacking.prompt.id!r} has no {name!r}, which reward_weights "
                     f"names; it has {sorted(lacking.metrics)}. Return it for every trajectory, or rename the weight."
                 )
         return {
@@ -414,7 +414,7 @@ class M2PO(GRPO):
 
     Args:
         second_moment_threshold: bound on the mean of log_ratio², in nats².
-        kwargs: arguments of GRPO, except its clip.
+        kwargs: arguments to GRPO, except its clip.
     """
 
     advantage_inputs = ("proximal_logprobs", "behavior_logprobs", "loss_mask")  # the mask sorts all tokens
@@ -459,7 +459,7 @@ class OAPL(GRPO):
     Args:
         beta: β, in units of the reward: a trajectory may move the policy to a log-ratio of (reward - V) / β nats. The
             default is for rewards of 0 and 1.
-        kwargs: arguments of GRPO, except its clip, advantages and importance weights.
+        kwargs: arguments to GRPO, except its clip, advantages and importance weights.
     """
 
     def __init__(
@@ -529,7 +529,7 @@ class DPPO(GRPO):
 
     Args:
         max_nats: bound on the divergence over two outcomes, the sampled token or any other.
-        kwargs: arguments of GRPO, except its clip.
+        kwargs: arguments to GRPO, except its clip.
     """
 
     def __init__(

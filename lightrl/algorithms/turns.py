@@ -1,4 +1,4 @@
-"""GiGPO: credit for each turn of an episode, from groups of turns in addition to groups of trajectories.
+"""GiGPO: credit for each turn in an episode, from groups of turns in addition to groups of trajectories.
 
     rewards of turns ──► discounted return of each turn ──► compared with other turns of the prompt's trajectories that
     start from the same observation (or have the same index) ──► + the trajectory's advantage ──► tokens of the turn
@@ -43,7 +43,7 @@ class GiGPO(GRPO):
     `episode_weight: 0`, only the turns' returns count. The rewards of turns come from `MultiTurn` with `discount: 1`
     and from `lightrl.rewards.environment_reward`.
 
-    Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper compares texts of the environment; here the
+    Source: https://arxiv.org/abs/2505.10978, equations 3 to 9. The paper compares the environment's text; here the
     tokens between two turns are compared, so turns never match if the chat template numbers them.
 
     Args:
@@ -51,7 +51,7 @@ class GiGPO(GRPO):
         episode_weight: weight of the trajectory's advantage.
         discount: gamma, applied once for each turn between a turn and a later reward.
         step_groups: which turns are compared, `state` or `turn`.
-        kwargs: arguments of GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
+        kwargs: arguments to GRPO; `advantage_mean` and `advantage_std` also apply to groups of turns.
     """
 
     advantage_inputs = (TURN_INDICES.name, TURN_STATES.name, "token_rewards", "loss_mask")  # gathered from all ranks
@@ -74,7 +74,7 @@ class GiGPO(GRPO):
         if kwargs.get("advantage_mean", "group") != "group":
             raise ValueError(f"advantage_mean must be 'group' for GiGPO, got {kwargs['advantage_mean']!r}.")
         if kwargs.get("workflow") is None:
-            raise ValueError("GiGPO compares the turns of an episode. Set workflow to MultiTurn, or use GRPO.")
+            raise ValueError("GiGPO compares the turns in an episode. Set workflow to MultiTurn, or use GRPO.")
         _check_discount(getattr(kwargs["workflow"], "keywords", {}).get("discount", 1.0))
         super().__init__(policy, **kwargs)
         self.step_weight, self.episode_weight = step_weight, episode_weight

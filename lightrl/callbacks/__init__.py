@@ -13,7 +13,7 @@ Reading order:
     expert_balance.py   balances the load of an MoE model's experts
     progress.py         the progress bar and permanent lines; bottleneck.py: the slowest part, and what would change it
     trace/              records what each process did when, and where the time went
-    trajectory_log.py   trajectories as JSONL, and periodically as a table; learning_curve.py: plots of reward
+    trajectory_log.py   trajectories as JSONL, and periodically as a table; learning_curve.py: reward plots
     run_files.py        the run's README, log lines, state for `lightrl status`, problems, timed checkpoint
     loggers.py          tables, plots, models and settings for the loggers that accept them
     prometheus.py       serves the metrics on a port; run_cost.py: device hours and their price

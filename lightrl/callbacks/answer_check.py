@@ -59,7 +59,7 @@ class AnswerCheck:
         self._first_version: int | None = None  # the first version that this run has loaded
 
     def offer(self, trainer: RLTrainer, groups: Sequence[Group]) -> None:
-        """Measures the evidence that completions of a group are copies, on rank 0, because only it has their tokens."""
+        """Measures the evidence that completions in a group are copies, on rank 0, because only it has their tokens."""
         workflow = trainer.rollout.workflow
         if workflow is not None and workflow.samples_apart:
             self._copies_nats = max((copies_nats(group.trajectories) for group in groups), default=0.0)
@@ -70,7 +70,7 @@ class AnswerCheck:
         self._first_version = weight_version if self._first_version is None else self._first_version
         self._weights = {old: weights for old, weights in self._weights.items() if old >= weight_version - staleness}
         if staleness > 0 or self.checks_all:
-            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine rounds its weights too
+            is_coarse = rounding.engine_eps >= torch.finfo(torch.bfloat16).eps  # the engine also rounds its weights
             values = _trained_weights(module) if ranks_of(trainer.strategy).of_role("policy").is_here else []
             dtype = torch.bfloat16 if is_coarse else None  # None keeps each parameter's dtype
             self._weights[weight_version] = [value.to("cpu", dtype, copy=True) for value in values]
@@ -139,7 +139,7 @@ def _has_every_sample(trainer: RLTrainer, module: RLModule, minibatch: ShardedEx
 def _measure(
     trainer: RLTrainer, module: RLModule, selected: ShardedExperience, version: int, rounding: Rounding
 ) -> tuple[Tensor, Tensor]:
-    """Returns sums over this rank's tokens, and the largest absolute difference of their logprobs.
+    """Returns sums over this rank's tokens, and the largest absolute difference between their logprobs.
 
     The sums: number of tokens, absolute and signed differences, entropy, evidence of too likely and unlikely tokens.
     """
@@ -182,7 +182,7 @@ def evidence_nats(top: Tensor, is_sampled: Tensor, sampling: Sampling, margin_na
     Args:
         top: [N, K], descending logprobs of the K most likely tokens before truncation; all others count as one outcome.
         is_sampled: bool [N, K], True for the sampled token, if it is among them.
-        margin_nats: maximum error of a logprob by rounding.
+        margin_nats: maximum rounding error of a logprob.
     """
     chances = top.exp()
     is_kept = chances.cumsum(1) - chances < sampling.top_p  # tokens that the truncation keeps

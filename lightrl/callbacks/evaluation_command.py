@@ -45,11 +45,11 @@ class EvaluationCommand(RLCallback):
 
         OPENAI_BASE_URL {base_url}     OPENAI_API_KEY     LIGHTRL_MODEL {model}     LIGHTRL_RESULTS {results}
 
-    The command writes JSON files into the folder {results}: lm-eval's, or `{"task/metric": number}`. The folder is
+    The command writes JSON files into the {results} folder: lm-eval's, or `{"task/metric": number}`. The folder is
     `evaluations/<iteration>` in the run's folder; its `output.log` contains the command's output. If the command fails,
     a warning shows the end of its output, and the run continues.
 
-    All requests of one evaluation use the weight version that the engine has at the end of the iteration: training
+    All requests from one evaluation use the weight version that the engine has at the end of the iteration: training
     waits until the command exits, so no weights are loaded meanwhile. With `max_staleness` above 0, rollouts continue
     during the wait and share the engine. If the run stops, it terminates the command and its children. A resumed run
     does not repeat the evaluations before its checkpoint.
@@ -180,7 +180,7 @@ def read_results(folder: Path) -> dict[str, float]:
         else:
             raise EvaluationFailed(f'{file} must be a JSON object of finite numbers, or have "results" like lm-eval.')
     if not numbers:
-        raise EvaluationFailed(f"The command wrote no JSON results into {folder} (its placeholder {{results}}).")
+        raise EvaluationFailed(f"The command wrote no JSON results to {folder}, its {{results}} folder.")
     return numbers
 
 

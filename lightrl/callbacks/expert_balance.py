@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _COEF, _ACCUMULATES = "router_aux_loss_coef", "accumulate_grad_batches above 1 with a loss"
 _NO_ROUTES = (
-    "ExpertBalance needs the experts of each token from the engine. Use LocalEngine, or servers that return them, with "
+    "ExpertBalance needs each token's experts from the engine. Use LocalEngine, or servers that return them, with "
     "record_routes: true."
 )
 
@@ -44,7 +44,7 @@ _predicts: ContextVar[Tensor | None] = ContextVar("tokens that predict loss toke
 
 
 class ExpertBalance(RLCallback):
-    """Balances the experts of the policy in RL and in SFT, in one process or on the ranks of FSDP2Strategy.
+    """Balances the policy's experts in RL and in SFT, in one process or on the ranks of FSDP2Strategy.
 
     An expert's load is the number of tokens that it computes in the whole batch; only tokens that predict a loss token
     count. In RL the batch is a minibatch (for biases, an iteration), in SFT the rows that all ranks read for a step.
@@ -52,7 +52,7 @@ class ExpertBalance(RLCallback):
 
     The loss is `loss_coef` · mean over layers of E Σᵢ fᵢ Pᵢ. fᵢ is the load of expert i divided by the number of these
     tokens, so Σᵢ fᵢ = k; Pᵢ is the mean of softmax(router logits)ᵢ over them. For one layer this is transformers' loss
-    of the whole batch; transformers adds up the loads of all layers, so one layer can hide the imbalance of another.
+    for the whole batch; transformers adds up the loads of all layers, so one layer can hide the imbalance of another.
     The logged loss does not include it.
 
     In each iteration or step, a bias moves by `bias_rate` towards experts with less than the mean load. A bias
@@ -63,7 +63,7 @@ class ExpertBalance(RLCallback):
     In RL the load comes from the engine's routes, which the update replays. In SFT the loss needs one more forward pass
     per step. Logs `rollout/expert_load_max_ratio` or `sft/expert_load_max_ratio`.
 
-    Sources: loss of the global batch, https://arxiv.org/abs/2501.11873; biases, https://arxiv.org/abs/2408.15664.
+    Sources: loss over the global batch, https://arxiv.org/abs/2501.11873; biases, https://arxiv.org/abs/2408.15664.
 
     Args:
         bias_rate: how far a bias moves in an iteration or step; DeepSeek-V3 used 0.001 for most of its pretraining.
@@ -137,7 +137,7 @@ class ExpertBalance(RLCallback):
                 "Set it to 0."
             )
         if self.bias_rate and any(bias is not None and bias.dtype != torch.float32 for bias in biases):
-            raise ValueError(f"bias_rate needs biases in float32: bfloat16 would round away small steps of {name}'s.")
+            raise ValueError(f"bias_rate needs float32 biases: bfloat16 would round small bias updates in {name} away.")
         _refuse({"a compiled policy": any(module._compiled_call_impl is not None for module in model.modules())})
         self.teardown(trainer, pl_module, "fit")  # a failed run does not call it
         routers = map(router_of, moe_blocks(model).values())
@@ -242,7 +242,7 @@ class ExpertBalance(RLCallback):
         is_triple = isinstance(output, tuple) and len(output) == 3
         if not is_triple or output[0].dim() != 2 or len(output[0]) != len(predicts):
             raise ValueError(
-                f"ExpertBalance needs routers that return (logits, weights, experts) of each token, but "
+                f"ExpertBalance needs routers that return (logits, weights, experts) for each token, but "
                 f"{type(router).__name__} does not. Remove it."
             )
         logits, _, experts = output

@@ -38,12 +38,12 @@ _BUCKET_BYTES = 2**28  # parameters gathered at once
 
 
 class HuggingFaceExport(RLCallback):
-    """Writes weights, config, generation config and tokenizer to the folder `to` when `fit` ends normally.
+    """Writes weights, config, generation config and tokenizer to the `to` folder when `fit` ends normally.
 
     `AutoModelForCausalLM.from_pretrained(to)` then loads the same tensors, bit for bit. Use a checkpoint to continue
     the run, and an export for everything else: serving, evaluation, or the next stage (`ModelSpec(path=to)`).
 
-    A plain name such as `exported` is a folder in the run's folder, so runs of a sweep do not share it. Other paths,
+    A plain name such as `exported` is a folder in the run's folder, so runs in a sweep do not share it. Other paths,
     such as `runs/sft/export`, are relative to the working folder; two runs cannot use the same folder at once.
 
     With LoRA, the folder has only the adapters (`PeftModel.from_pretrained`) or, with `merged`, the whole model.

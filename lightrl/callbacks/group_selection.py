@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class DynamicSampling(RLCallback):
-    """Drops groups by rules and replaces them by rollouts of new prompts, so that every iteration has P groups.
+    """Drops groups by rules and replaces them with rollouts of new prompts, so that every iteration has P groups.
 
     `on_trajectory_dropped` is called for each dropped trajectory, with the reason: `filtered_zero_variance`,
     `filtered_too_hard`, `filtered_too_easy`, `filtered_too_long`, `filtered_<word of the rule>`, `incomplete` or
     `oversampled`. On-policy, replacements start together after all earlier groups are done, so a run stays
-    reproducible. An iteration then costs more rollouts, and an epoch of the data lasts fewer iterations.
+    reproducible. An iteration then costs more rollouts, and an epoch over the data lasts fewer iterations.
 
     Over-sampling starts `oversample_fraction`·P more groups than needed, so that an iteration waits only for the
     fastest P groups. It is biased: long completions are dropped more often, which alone can teach the policy to be
@@ -39,7 +39,7 @@ class DynamicSampling(RLCallback):
     Args:
         drop_zero_variance: drop a group whose trajectories all have the same reward.
         min_success, max_success: drop a group whose share of correct trajectories, 0 to 1, is outside these bounds. A
-            trajectory is correct if its metric `accuracy` says so or, without that metric, if its reward is at least 1.
+            trajectory is correct if its `accuracy` metric says so or, without that metric, if its reward is at least 1.
         max_group_tokens: drop a group if a trajectory has more generated tokens than this; None for no limit.
         rule: a function of a Group, or its dotted path. It returns True or a one-word reason to drop the group, and
             None or False to keep it. It runs on the rollout's event loop, so it must be fast.
@@ -140,7 +140,7 @@ class SuccessRateCurriculum:
         check_bounds(1, solved_times=solved_times)
         self.target, self.floor = target, floor
         self.solved_times, self.memory = solved_times, memory
-        self._rates: dict[str, float] = {}  # prompt id → exponential mean of its groups' success rates
+        self._rates: dict[str, float] = {}  # prompt id → exponential moving average of its groups' success rates
         self._num_solved: dict[str, int] = {}  # prompt id → times solved in a row; absent if not solved last time
 
     def weight(self, prompt_id: str) -> float:
@@ -155,7 +155,7 @@ class SuccessRateCurriculum:
         return 1.0 - (1.0 - self.floor) * distance
 
     def success_rate(self, prompt_id: str) -> float | None:
-        """Returns the exponential mean of the success rates of a prompt's groups; None for a new prompt."""
+        """Returns the exponential moving average of the success rates of a prompt's groups; None for a new prompt."""
         return self._rates.get(prompt_id)
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
@@ -180,7 +180,7 @@ class PromptCurriculum(RLCallback):
 
     In each epoch, a prompt runs with the probability that the curriculum assigns it. Prompts keep the order of the
     stream, and an epoch lasts fewer iterations than the loader reports. Checkpoints contain the curriculum's state, so
-    a resumed run chooses the same prompts. If the curriculum has a method `success_rate`, past success is logged.
+    a resumed run chooses the same prompts. If the curriculum has a `success_rate` method, past success is logged.
 
     Args:
         curriculum: any object with the methods of `lightrl.rollout.Curriculum`; None uses SuccessRateCurriculum().

@@ -32,7 +32,7 @@ _Row = tuple[list[int], list[bool], list[float]]  # token ids, loss mask, the en
 
 @dataclass
 class _Snapshot:
-    """Trajectories of one iteration, with their logprobs under the version that the iteration produced."""
+    """Trajectories from one iteration, with their logprobs under the version that the iteration produced."""
 
     weight_version: int
     rows: list[_Row]

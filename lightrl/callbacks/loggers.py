@@ -1,7 +1,7 @@
 """Functions that Lightning's Logger lacks: they log tables, models, and settings (in MLflow's format).
 
 Weights & Biases and MLflow support all of them; TensorBoard and Comet support only tables. Call them on rank 0;
-other ranks have dummy loggers. If a logger fails, the run only logs a warning: its folder has everything too.
+other ranks have dummy loggers. If a logger fails, the run only logs a warning: its folder also has everything.
 """
 
 from __future__ import annotations

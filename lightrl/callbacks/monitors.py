@@ -45,7 +45,7 @@ class MonitorCheck(RLCallback):
     """Checks the metrics that callbacks and schedulers monitor; the Trainer adds it to every run."""
 
     def __init__(self) -> None:
-        self._metric_names: set[str] | None = None  # the reward's metrics, from the first iteration of a run
+        self._metric_names: set[str] | None = None  # the reward's metrics, from a run's first iteration
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._metric_names = None
@@ -118,7 +118,7 @@ def check_monitors(
 
 
 def names_of_validation(metric_names: Collection[str], group_size: int) -> set[str]:
-    """Returns the metrics that a validation will log if the reward reports metrics of these names."""
+    """Returns the metrics that a validation will log if the reward reports metrics with these names."""
     names = {"accuracy_fraction" if name == "accuracy" else name for name in metric_names}
     names |= {f"pass_at_{group_size}_fraction"} if group_size > 1 else set()
     return {*ALWAYS_LOGGED, *(f"val/{name}" for name in names)}

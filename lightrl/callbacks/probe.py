@@ -202,14 +202,14 @@ class Probe:
     def _compare_logprobs(
         self, trainer: RLTrainer, module: RLModule, logprobs: list[list[float]], serving: set[str]
     ) -> dict[str, float]:
-        """Drops replicas whose logprobs differ from the trainer's; `serving` then names the remaining replicas."""
+        """Drops replicas that differ from the trainer, also from `serving`; returns the others' largest difference."""
         engine: Any = trainer.rollout.engine
         try:
             answers = engine.score(self._sequences(module))
         except LightRLError as error:
             raise WeightSyncError(f"The engine could not compute the probe's logprobs: {error}") from error
         serving |= set(answers)
-        engine_rows = {name: as_rows(rows) for name, rows in answers.items() if all(rows)}
+        engine_rows = {name: as_rows(rows) for name, rows in answers.items() if all(rows)}  # an empty row: no logprobs
         if not engine_rows:
             return {}
         self.rounding = self.rounding or rounding(trainer, module)
@@ -224,16 +224,16 @@ class Probe:
             if not difference <= bound
         }
         if wrong:
-            self._drop(engine, wrong, serving)
+            self._drop_or_raise(engine, wrong, serving)
         serving -= set(wrong)
-        right = set(differences) - set(wrong)
-        self._dropped -= right
-        return {"sync/probe_abs_dlogp_nats": max(differences[name] for name in right)} if right else {}
+        agreeing = set(differences) - set(wrong)
+        self._dropped -= agreeing  # a replica that got the weights again
+        return {"sync/probe_abs_dlogp_nats": max(differences[name] for name in agreeing)} if agreeing else {}
 
-    def _drop(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
+    def _drop_or_raise(self, engine: RolloutEngine, wrong: dict[str, str], serving: set[str]) -> None:
+        """Drops these replicas; raises WeightSyncError if none would remain, or one differs again after a drop."""
         problems = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
-        can_drop = engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)
-        if not can_drop:
+        if not (engine.can_drop_replicas and serving - set(wrong) and not self._dropped & set(wrong)):
             raise WeightSyncError(
                 f"After the weight sync, the engine has different weights from the trainer. {problems}. The engine "
                 "ignored all or part of the update, or computes in a different precision: check its log and dtype, or "

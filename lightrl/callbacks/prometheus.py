@@ -26,10 +26,10 @@ class PrometheusMetrics(RLCallback):
 
     `rollout/reward` becomes `lightrl_rollout_reward{metric="rollout/reward"}`. `lightrl_iteration` counts the finished
     iterations; `lightrl_last_iteration_timestamp_seconds` is the Unix time at which the last one ended, or `fit` began.
-    An alert on the age of this timestamp detects a hanging run. Only rank 0 serves. docs/grafana.json is a dashboard.
+    An alert on the age of this timestamp detects a hung run. Only rank 0 serves. docs/grafana.json is a dashboard.
 
     Args:
-        port: 0 picks a free port; the attribute `url` contains it.
+        port: 0 picks a free port; its `url` attribute contains it.
         host: address to listen on. Any address but the loopback requires a token in the environment variable
             `LIGHTRL_METRICS_TOKEN`; Prometheus sends it with `authorization: {credentials_file: …}`.
 
@@ -75,7 +75,7 @@ class PrometheusMetrics(RLCallback):
             server.server_close()
 
         self.url, self._close = f"http://{self.host}:{server.server_port}/metrics", close
-        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # detects a hang in iteration 1 too
+        self._values = {"lightrl_last_iteration_timestamp_seconds": time.time()}  # also detects a hang in iteration 1
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int

@@ -93,7 +93,7 @@ class RLCallback(Callback):
         """Called when all hooks may have changed the weights: WeightSync loads them into the engine."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called when every replica that serves has acknowledged `weight_version`."""
+        """Called when every serving replica has acknowledged `weight_version`."""
 
     def on_trajectory_dropped(self, trainer: RLTrainer, module: RLModule, reason: str, message: str) -> None:
         """Called for each trajectory that will not be trained on; metrics count drops by `reason` (one word)."""

@@ -1,4 +1,4 @@
-"""RolloutMetrics: metrics of each iteration that show whether and how fast a run learns.
+"""RolloutMetrics: metrics for each iteration that show whether and how fast a run learns.
 
 Shapes: B trajectories, T tokens. Every name ends in a unit; a `_fraction` is a share of trajectories (0 to 1) unless
 stated otherwise. The metrics come from one iteration's groups, which every rank has, so nothing is reduced.
@@ -43,9 +43,9 @@ THROWN_AWAY = {
 class RolloutMetrics(RLCallback):
     """Logs every iteration's rewards, lengths, staleness and times, and warns when there is nothing to learn.
 
-    If all trajectories of a group get the same reward, their advantages are 0, and the policy learns nothing from the
-    group. `rollout/zero_variance_fraction` is the share of such groups. If it is 1 for several iterations in a row, one
-    warning explains why; another can follow only after the share has fallen. Groups of one trajectory do not count.
+    If all trajectories in a group get the same reward, their advantages are 0, and the policy learns nothing from the
+    group. `rollout/zero_variance_fraction` is the share of these groups. If it is 1 for several iterations in a row,
+    one warning explains why; another can follow only after the share has fallen. Groups of one trajectory do not count.
 
     When the number of failures doubles, a warning quotes the last one. See docs/reference/metrics.md for the metrics.
 
@@ -223,11 +223,11 @@ class MeansSince:
 
 
 def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """Returns the metrics of one iteration's rewards, by name; raises ValueError if there is no trajectory."""
+    """Returns the metrics for one iteration's rewards, by name; raises ValueError if there is no trajectory."""
     groups = list(groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if not trajectories:
-        raise ValueError("There are no trajectories: every group of this iteration was dropped.")
+        raise ValueError("There are no trajectories: every group in this iteration was dropped.")
     named: defaultdict[str, list[float]] = defaultdict(list)
     rewards: list[Any] = []  # never None: the rollout hands over only trajectories with rewards
     for trajectory in trajectories:
@@ -245,7 +245,7 @@ def reward_metrics(groups: Iterable[Group]) -> dict[str, float]:
 
 
 def experience_metrics(experience: Experience, weight_version: int) -> dict[str, float]:
-    """Returns metrics of length, truncation, mixed versions and staleness; the policy is at `weight_version`."""
+    """Returns metrics for length, truncation, mixed versions and staleness; the policy is at `weight_version`."""
     num_generated = experience.generated_token_counts
     oldest, newest = experience.version_bounds
     is_mixed = (num_generated > 0) & (oldest < newest)

@@ -25,14 +25,14 @@ class RunCost(RLCallback):
     """Logs the device hours and the price of a run so far, and prints them at the end of `fit`.
 
     `cost/device_hours` is the time since `fit` began × the number of devices. `cost/trained_tokens` counts each loss
-    token of each iteration once, however many update epochs read it. With a price, it also logs
+    token in each iteration once, however many update epochs read it. With a price, it also logs
     `cost/price` and `cost/price_per_million_tokens` (trained tokens), in the price's currency. A resumed run continues
     from the checkpoint's figures, without the interrupted run's later hours and tokens.
 
     Args:
         price_per_device_hour: price of one device, in any currency; None logs only hours and tokens.
-        num_devices: number of devices to pay for. By default the GPUs of the trainer's ranks or, on CPUs, the cores of
-            this machine × `num_nodes`. Set it if rollout servers have their own devices.
+        num_devices: number of devices to pay for. By default the GPUs of the trainer's ranks or, on CPUs, this
+            machine's cores × `num_nodes`. Set it if rollout servers have their own devices.
     """
 
     def __init__(self, price_per_device_hour: float | None = None, *, num_devices: int | None = None) -> None:

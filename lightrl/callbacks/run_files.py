@@ -125,7 +125,7 @@ _EVERY_S = 1.0  # minimum time between two writes within a phase
 class StatusFile(RLCallback):
     """Writes `status.json` to the run's folder when the phase changes, and every second within a phase.
 
-    If the disk is full, the file stays unchanged; another write of the run then fails with a better message.
+    If the disk is full, the file stays unchanged; another write by the run then fails with a better message.
     """
 
     def __init__(self) -> None:
@@ -272,7 +272,7 @@ _SOURCES = {"engines": "server", "rewards": "reward", "rollout": "rollout", "wor
 
 
 class _Handler(logging.Handler):
-    """Passes the warnings and errors of lightrl's loggers to the ProblemLog."""
+    """Passes the warnings and errors from lightrl's loggers to the ProblemLog."""
 
     def __init__(self, target: ProblemLog) -> None:
         super().__init__(logging.WARNING)
@@ -284,7 +284,7 @@ class _Handler(logging.Handler):
 
 
 def keep_slashes_out(checkpoint: ModelCheckpoint) -> None:
-    """Makes `{val/reward}` in a file name become `val_reward=0.5`; Lightning would create a folder `val`."""
+    """Makes `{val/reward}` in a file name become `val_reward=0.5`; Lightning would create a `val` folder."""
     names = {
         "filename": checkpoint.filename or "{epoch}-{step}",
         "CHECKPOINT_NAME_LAST": checkpoint.CHECKPOINT_NAME_LAST,

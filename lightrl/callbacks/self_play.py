@@ -1,4 +1,4 @@
-"""SelfPlay: older versions of the policy as opponents in some episodes of MultiAgent."""
+"""SelfPlay: older versions of the policy as opponents in some MultiAgent episodes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SelfPlay(RLCallback):
         if trainer.rollout.workflow is not None:  # on rank 0
             workflows = [item for item in _workflows(trainer.rollout.workflow) if isinstance(item, MultiAgent)]
         if not trainer.strategy.broadcast(bool(workflows)):  # only rank 0 has a workflow
-            raise ValueError("SelfPlay plays an agent of the workflow MultiAgent. Set model.workflow to MultiAgent.")
+            raise ValueError("SelfPlay plays an agent in the MultiAgent workflow. Set model.workflow to MultiAgent.")
         if workflows:
             dtypes = sorted(trainer.rollout.engine.dtypes() - {"float8_e4m3fn"})
             self._engine = LocalEngine(record_routes=False, dtype=dtypes[0] if dtypes else "auto")

@@ -138,7 +138,7 @@ class StalenessControl(RLCallback):
             row, token = is_wrong.nonzero()[0].tolist()
             raise EngineError(
                 f"{type(trainer.rollout.engine).__name__} reports that weight version "
-                f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory of group "
+                f"{int(local.weight_versions[row, token])} sampled token {token} of a trajectory in group "
                 f"{int(local.group_ids[row])}, but the version must be from {oldest} to {newest} (max_staleness="
                 f"{trainer.rollout.settings.max_staleness}). Fix the versions of the engine's completions."
             )

@@ -87,7 +87,7 @@ class WeightSync(RLCallback):
 
     The engine checks names, shapes and values, and keeps the old weights if a check fails. After each sync, trainer and
     engine compute the logprobs of a probe, a few fixed sequences of random tokens. Their mean difference,
-    `sync/probe_abs_dlogp_nats` (the largest of all replicas), is bounded; see probe.py. If only some replicas exceed
+    `sync/probe_abs_dlogp_nats` (the largest over all replicas), is bounded; see probe.py. If only some replicas exceed
     the bound, they are dropped and get the weights again; otherwise the run stops. `sync/verified_fraction` is the
     share of replicas whose digests equal the trainer's. A failed sync is retried once if the old version still serves.
 
@@ -212,7 +212,7 @@ def _gathered(buckets: Iterable[Bucket], ranks: Ranks) -> Iterator[Bucket]:
 
 
 class RankShares:
-    """Makes the buckets of each sync. The first sync decides which ranks write; all ranks make the same decision."""
+    """Makes the buckets for each sync. The first sync decides which ranks write; all ranks make the same decision."""
 
     def __init__(self) -> None:
         self._folder: SharedFolder | None = None
@@ -245,7 +245,7 @@ class RankShares:
 
 
 def shared(buckets: Iterator[Bucket], folder: SharedFolder, holders: Ranks) -> Iterator[Bucket]:
-    """Yields rank 0's share, then the files of the other ranks, each of which writes its share to the folder.
+    """Yields rank 0's share, then the files from the other ranks, each of which writes its share to the folder.
 
     Raises WeightSyncError on rank 0 if a rank could not write its share within `folder.timeout_s`.
     """

@@ -1,9 +1,9 @@
-"""Checks of a configuration, with errors that name the setting; readable errors for user code and failed writes.
+"""Checks on a configuration, with errors that name the setting; readable errors for user code and failed writes.
 
 Reading order:
     annotations.py  annotations that type checkers and jsonargparse read differently
     bounds.py       numbers within bounds, choices from a list, settings without effect, equal shapes, format strings
-    user_code.py    finds functions that a configuration names; translates the exceptions of user code
+    user_code.py    finds functions that a configuration names; translates exceptions raised by user code
     entry_points.py optional parts that the core loads by name
     files.py        why a write failed; atomic publishing and checksums; the file names that `lightrl status` reads
     printable.py    text without terminal control codes; counts and durations in words

@@ -1,4 +1,4 @@
-"""Checks of settings: bounds, choices, settings without effect, equal shapes. Messages name the setting."""
+"""Checks on settings: bounds, choices, settings without effect, equal shapes. Messages name the setting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finite_number(value: object, largest: float = 1e15) -> float | None:
 
 
 def real_number(value: Any) -> float:
-    """Converts a real number, such as numpy's or torch's; other values raise TypeError, ValueError or RuntimeError."""
+    """Converts a real number, even numpy's or torch's; other values raise TypeError, ValueError or RuntimeError."""
     item = value.item() if hasattr(type(value), "item") else value  # numpy's strings and complex numbers have __float__
     if not hasattr(type(item), "__float__"):
         raise TypeError("it is not a real number")

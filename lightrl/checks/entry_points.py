@@ -9,17 +9,17 @@ import importlib
 from typing import Any
 
 ENTRY_POINTS = {
-    "launch section": "lightrl.commands.launch.Launch",  # the section `launch` of a configuration
+    "launch section": "lightrl.commands.launch.Launch",  # the `launch` section of a configuration
     "memory estimate": "lightrl.plan.use_estimate",  # chooses the settings that depend on a GPU's memory
     "setting help": "lightrl.commands.setting_help.help_text",  # help for a command or a setting
-    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # for trajectories of several agents
+    "agent advantages": "lightrl.algorithms.agents.agent_advantages",  # for trajectories with several agents
     "agent check": "lightrl.algorithms.agents.check_agents",  # rejects modules without advantages per agent
     "monitors": "lightrl.callbacks.monitors.MonitorCheck",  # reports callbacks that monitor an unknown metric
     "bottleneck": "lightrl.callbacks.bottleneck.Bottleneck",  # reports where an iteration spends most of its time
     "intervals": "lightrl.commands.intervals.interval_lines",  # pass@k, printed after validate and test
     "unused settings": "lightrl.commands.unused_settings.name_unused",  # reports user settings without effect
     "served model calls": "lightrl.engines.sglang.with_server",  # for roles whose model is at a `url`
-    "gateway": "lightrl.engines.servers.gateway.Gateway",  # for the setting `router` of a server engine
+    "gateway": "lightrl.engines.servers.gateway.Gateway",  # for a server engine's `router` setting
     "task folders": "lightrl.workflows.task_folders.rows",  # for a folder of tasks as the source of data
     "Muon": "lightrl.models.muon.MuonWithAdamW",  # for `optimizer: muon`
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports

@@ -37,7 +37,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
     """Returns why `place` could not be written, as the end of a sentence.
 
     Args:
-        error: the exception; may be torch's, which collects the errors of several processes.
+        error: the exception; may be torch's, which collects the errors from several processes.
         place: the file or folder. Delete a partial write first, so that its space counts as free.
         num_bytes: the size to write; None if unknown.
     """
@@ -45,7 +45,7 @@ def write_problem(error: BaseException, place: Path, num_bytes: int | None = Non
         folder = nearest_folder(place.absolute().parent)
         free = f"{_size(shutil.disk_usage(folder).free)} free"
         needed = "" if num_bytes is None else f", {_size(num_bytes)} to write"
-        return f"the disk of {str(folder)!r} is full ({free}{needed})"
+        return f"the disk that holds {str(folder)!r} is full ({free}{needed})"
     if (system_error := next(_of_system(error), None)) is not None:
         return str(system_error.strerror)
     *_, last = _links(error)

@@ -14,9 +14,9 @@ from typing import Any
 _WORDS = "pass(w(or)?ds?|phrase)?|pwd|auth(orization)?|bearer|jwt|dsn|(secret|credential|cookie)s?"
 _OWNERS = "api|access|secret|private|auth|bearer|refresh|session|server|admin|client|encryption|signing|ssh|license"
 _SERVICES = "hub|hf|wandb|openai|anthropic|aws|azure|google|github|gitlab"
-# A variable is secret if any part of its name is such a word: AWS_ACCESS_KEY_ID and SSH_AUTH_SOCK, but not NUM_TOKENS.
+# A variable is secret if part of its name is one of these words: AWS_ACCESS_KEY_ID, SSH_AUTH_SOCK, but not NUM_TOKENS.
 _VARIABLE = re.compile(rf"(?!pwd$|(max|min|num)_(.*_)?tokens?$)(.*_)?({_WORDS}|(api|access)?(key|token)s?)(_.*)?")
-# A setting is secret if its name ends with such a word: hf_token, but neither token_file nor max_new_tokens.
+# A setting is secret if its name ends with one of these words: hf_token, but neither token_file nor max_new_tokens.
 _SETTING = re.compile(rf"(key|token|(.*_)?(({_OWNERS}|{_SERVICES})_?(key|token)s?|{_WORDS}))(_?\d+)?")
 _BY_VALUE = re.compile(r".*_(key|token)(_?\d+)?=(?=.*\d)[\w.~+/=-]{16,}")  # acme_key=..., not chosen_key=chosen
 _PLACEHOLDER = re.compile(r"(Bearer )?\{(env:)?\w+\}")  # filled in during the run

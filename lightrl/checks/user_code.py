@@ -1,4 +1,4 @@
-"""User code: finds functions that a configuration names (rewards, tools) and translates the exceptions of user code."""
+"""User code: finds functions that a configuration names (rewards, tools) and translates user code's exceptions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The column `agents`: which agent of an episode generated a token; -1 for tokens that the policy only read.
+"""The `agents` column: which agent in an episode generated a token; -1 for tokens that the policy only read.
 
-A value is `role * COPIES + copy`: role counts the names in the environment's `agents`, and copy counts the agents of
+A value is `role * COPIES + copy`: role counts the names in the environment's `agents`, and copy counts the agents with
 one role, for example several solvers of one proposed task.
 """
 

@@ -365,7 +365,7 @@ def registered() -> tuple[Column, ...]:
 
 
 def column_named(name: str) -> Column:
-    """Returns the column of this name; raises ValueError if it is not registered."""
+    """Returns the column with this name; raises ValueError if it is not registered."""
     if name not in _columns:
         raise ValueError(f"No column {name!r} is registered, only {[*_columns]}. Call lightrl.columns.register first.")
     return _columns[name]

@@ -1,4 +1,4 @@
-"""The column `gaps`: the number of tokens between a token and its predecessor in the same conversation."""
+"""The `gaps` column: the number of tokens between a token and its predecessor in the same conversation."""
 
 from lightrl.columns.column import Column
 

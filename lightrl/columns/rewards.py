@@ -1,4 +1,4 @@
-"""The column `rewards`: rewards per token, whose sum is the trajectory's reward."""
+"""The `rewards` column: rewards per token, whose sum is the trajectory's reward."""
 
 from __future__ import annotations
 

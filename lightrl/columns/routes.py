@@ -1,4 +1,4 @@
-"""The column `routes`: the experts that the engine chose for each token (models/routes.py)."""
+"""The `routes` column: the experts that the engine chose for each token (models/routes.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The column `supports`: the tokens that top-p or top-k allowed, encoded as in functional/supports.py."""
+"""The `supports` column: the tokens that top-p or top-k allowed, encoded as in functional/supports.py."""
 
 from __future__ import annotations
 

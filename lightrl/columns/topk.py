@@ -1,4 +1,4 @@
-"""The columns `behavior_topk_ids` and `behavior_topk_logprobs`: the most likely tokens at each sampled token.
+"""The `behavior_topk_ids` and `behavior_topk_logprobs` columns: the most likely tokens at each sampled token.
 
 Both have K = `Sampling.topk_logprobs` entries per sampled token, the most likely first; a pair takes 8 bytes. With
 truncated sampling they are the most likely tokens of the support, with their logprobs within the support.
@@ -42,7 +42,7 @@ def topk_columns(tokens: Iterable[Sequence[tuple[float, int]]], num: int) -> dic
         kept = sorted(pairs, key=lambda pair: (-pair[0], pair[1]))[:num]
         kept += [(NO_TOKEN, 0)] * (num - len(kept))
         ids += [token for _, token in kept]
-        logprobs += [max(float(logprob), NO_TOKEN) for logprob, _ in kept]
+        logprobs += [max(float(logprob), NO_TOKEN) for logprob, _ in kept]  # finite, even if it is -inf
     return {TOPK_IDS.name: TokenArray(ids, "i"), TOPK_LOGPROBS.name: TokenArray(logprobs, "f")}
 
 

@@ -1,4 +1,4 @@
-"""The columns `turn_indices` and `turn_states`: a token's turn, and a hash of the observation before it."""
+"""The `turn_indices` and `turn_states` columns: a token's turn, and a hash of the observation before it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """lightrl fit | validate | test | predict: LightningCLI with lightrl's Trainer, short class names and short errors.
 
-`model` and `data` accept any LightningModule or LightningDataModule. Their `class_path` is a short name for classes of
+`model` and `data` accept any LightningModule or LightningDataModule. Their `class_path` is a short name for classes in
 lightrl and Lightning, or a dotted path for a user's classes, which may be in the working folder.
 """
 
@@ -299,7 +299,7 @@ class _PredictionFile(L.Callback):
 
 
 def _configured_optimizers(module: L.LightningModule, optimizer: Any, scheduler: Any) -> Any:
-    """Builds the return value of `configure_optimizers` from the sections `optimizer:` and `lr_scheduler:`."""
+    """Builds the return value of `configure_optimizers` from the `optimizer:` and `lr_scheduler:` sections."""
     trained: list[Any] = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if isinstance(module, RLModule):
         roles = module.models()

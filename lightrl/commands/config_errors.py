@@ -49,7 +49,7 @@ _TYPE_WORDS: dict[object, str] = {
 
 
 def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSettings) -> str:
-    """Turns an error of the subcommand's parser into a message for the user."""
+    """Turns an error from the subcommand's parser into a message for the user."""
     try:
         _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as usage_error:
@@ -219,12 +219,12 @@ class _Word(str):
     def partition(self, separator: str, /) -> tuple[str, str, str]:
         return (*super().partition(separator)[:2], self.value)
 
-    def split(self, *_: Any) -> list[str]:  # called by argparse of Python 3.11
+    def split(self, *_: Any) -> list[str]:  # called by Python 3.11's argparse
         return [super().partition("=")[0], self.value]
 
 
 def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
-    """Returns `typed` as a string, or a list or mapping of strings; None if the type `hint` accepts other values."""
+    """Reads text for a setting of strings, or of lists or mappings of strings; None leaves the text to the parser."""
     with contextlib.suppress(yaml.YAMLError, RecursionError):
         if isinstance(get_loader("yaml")(typed), str | int | float | None):
             return None  # a plain string or number; the parser keeps it as typed if the setting is a string
@@ -239,7 +239,7 @@ def value_of_text(typed: str, hint: object, *, is_item: bool) -> object:
         loaded = yaml.load(typed, yaml.BaseLoader)  # reads every scalar as a string
     if (lists and isinstance(loaded, list)) or (mappings and isinstance(loaded, dict)):
         return loaded
-    return typed if kinds & texts or (lists and is_item) else None
+    return typed if kinds & texts or (lists and is_item) else None  # an item: `--name+ text` adds to a list
 
 
 class _SettingCheck:
@@ -267,7 +267,7 @@ class _SettingCheck:
     def check_value(self, value: object, hint: object, path: str) -> None:
         """Checks the value of one setting: a plain value, a class with its arguments, or a list of either."""
         kinds = classes_in(hint)
-        takes_typed = self._origin(path) == ON_COMMAND_LINE and value_of_text("[", hint, is_item=False)
+        takes_text = self._origin(path) == ON_COMMAND_LINE and value_of_text("[", hint, is_item=False)  # even `[`
         if isinstance(value, Mapping) and kinds and not takes_mapping(hint):
             self._check_class(value, kinds, path, _num_given(hint))
         elif isinstance(value, list) and value and kinds:
@@ -280,7 +280,7 @@ class _SettingCheck:
                 self._check_class({"class_path": value}, kinds, path, _num_given(hint))
             elif not isinstance(value, Mapping) and not _accepts(value, hint):
                 raise UsageError(self._wrong_text(path, value, f"the name of a class: {_describe(hint)}"))
-        elif not (hint is Any or takes_typed or _accepts(value, hint)):
+        elif not (hint is Any or takes_text or _accepts(value, hint)):
             raise UsageError(self._wrong_text(path, value, _describe(hint)))
 
     def _check_class(self, settings: Mapping[str, Any], kinds: Sequence[type], path: str, num_given: int) -> None:
@@ -344,8 +344,8 @@ class _SettingCheck:
             if "model" in names[Role]:
                 fix = f"To replace the model with a role, write {{class_path: Role, init_args: {{{outer}}}}}."
             raise UsageError(
-                f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with those of its role "
-                f"({', '.join(names[Role])}){self._origin(path)}. {fix}"
+                f"{path} mixes settings of the model ({', '.join(names[ModelSpec])}) with settings of its "
+                f"role ({', '.join(names[Role])}){self._origin(path)}. {fix}"
             )
         return max(kinds, key=lambda kind: len(names[kind]))
 
@@ -480,7 +480,7 @@ def resolve(class_path: str, kinds: Sequence[type], path: str, origin: str) -> t
 
 
 def _fits(kind: type, base: type) -> bool:
-    """Whether a class is a subclass of `base`, or has the public methods of the protocol `base`."""
+    """Whether a class is a subclass of `base`, or has the public methods of the `base` protocol."""
     if not getattr(base, "_is_protocol", False):
         return issubclass(kind, base)
     methods = [name for name, value in vars(base).items() if inspect.isfunction(value) and not name.startswith("_")]

@@ -86,7 +86,7 @@ class UserSettings:
         return user_settings
 
     def _layers(self, args: Sequence[str]) -> Iterator[tuple[JsonObject, dict[str, str]]]:
-        """Yields the settings of each config file and flag in order, with the origin of each setting by its path."""
+        """Yields the settings from each config file and flag in order, with the origin of each setting by its path."""
         for word in args:
             name, equals, value = word.partition("=")
             if not equals:

@@ -48,7 +48,7 @@ class _RunWatch(L.Callback):
 
 
 def run_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the folder of the loggers; None if there is no logger, or in a `fast_dev_run`."""
+    """Returns the loggers' folder; None if there is no logger, or in a `fast_dev_run`."""
     if not trainer.loggers or getattr(trainer, "fast_dev_run", False) or trainer.log_dir is None:
         return None
     return Path(trainer.log_dir)
@@ -169,7 +169,7 @@ class _MarkedFormatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Sends log lines of lightrl (INFO and above) and Lightning to stderr above the progress bar; idempotent."""
+    """Sends log lines from lightrl (INFO and above) and Lightning to stderr above the progress bar; idempotent."""
     logger = logging.getLogger("lightrl")
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler.formatter, _MarkedFormatter) for handler in logger.handlers):

@@ -72,7 +72,7 @@ def export_checkpoint(
         decay: from 0 to 1. For each later checkpoint, average = decay · average + (1 - decay) · weights. None weighs
             all checkpoints equally.
         role: the model to export.
-        tokenizer: a hub name, a folder, or the dotted path of a function; None uses the one that the checkpoint names.
+        tokenizer: a hub name, a folder, or the dotted path to a function; None uses the one that the checkpoint names.
         merged: load the base model and merge the LoRA adapters into it.
         run_code_of_checkpoint: import and run code that the checkpoint names: a model class outside transformers, a
             tokenizer function, or the remote code of a base model.
@@ -89,7 +89,7 @@ def export_checkpoint(
     if not descriptions:
         raise ValueError(
             f"Checkpoint {str(checkpoint)!r} does not describe its models: a different release saved it. Use the "
-            "callback HuggingFaceExport instead."
+            "HuggingFaceExport callback instead."
         )
     if role not in descriptions:
         roles = sorted(descriptions)
@@ -118,13 +118,13 @@ def export_checkpoint(
             base = json.loads(description.config).get("_name_or_path")
             write_card(folder, repo=hub.repo, checkpoint=checkpoint, role=role, base=base)
     average = f", averaged over {count_text(len(states), 'checkpoint')}" if earlier else ""
-    log.info("Exported the %s of %s%s to %s.", role, checkpoint, average, to)
+    log.info("Exported the %s from %s%s to %s.", role, checkpoint, average, to)
     if not merged:
         description.check_added(tensors, f"the adapters in {to}")
     if any(other.body == role for other in descriptions.values()):
         log.info(HEAD_STAYS_BEHIND)
     if hub is not None:
-        hub.upload(to, f"The {role} of {checkpoint.name}, exported by lightrl")
+        hub.upload(to, f"The {role} from {checkpoint.name}, exported by lightrl")
 
 
 def averaged(states: Iterable[dict[str, Tensor]], decay: float | None) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def _state_of(other: Path, role: str, description: ModelDescription, checkpoint:
     if parse_descriptions(meta.get("models"), other).get(role) != description:
         raise ValueError(
             f"{str(other)!r} and {str(checkpoint)!r} cannot be averaged: they do not have the same {role}. Pass "
-            "checkpoints of one run, or of runs with the same model."
+            "checkpoints from one run, or from runs with the same model."
         )
     return state
 
@@ -181,7 +181,7 @@ class Hub:
             self._api.create_repo(repo, private=True, exist_ok=True)
 
     def upload(self, folder: Path, message: str) -> None:
-        """Uploads the files of a folder, overwriting files with the same names; removes files of an older model."""
+        """Uploads the files in a folder, overwriting files with the same names; removes files from an older model."""
         with user_code(self._refusal):
             self._api.upload_folder(
                 repo_id=self.repo, folder_path=folder, commit_message=message, delete_patterns=_MODEL_FILES

@@ -1,4 +1,4 @@
-"""Confidence intervals of pass@k, which `lightrl validate` and `lightrl test` print below their metrics."""
+"""Confidence intervals for pass@k, which `lightrl validate` and `lightrl test` print below their metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Z = 1.959963984540054  # 95 % of the normal distribution lies between -z and z
 
 
 def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, float]:
-    """Returns Wilson's score interval of a fraction of `num` independent outcomes of 0 or 1.
+    """Returns Wilson's score interval for a fraction of `num` independent outcomes of 0 or 1.
 
     If outcomes may also lie between 0 and 1, as with a graded accuracy, their variance is smaller and the interval is
     wider than necessary. Source: Wilson (1927), https://doi.org/10.1080/01621459.1927.10502953.

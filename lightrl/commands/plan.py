@@ -57,7 +57,7 @@ _HELP = """\
 usage: lightrl plan --config run.yaml [--gpu_memory_gb N] [--gpu KIND [--price_per_gpu_hour P]] [--write FILE]
                     [--setting value ...]
 
-Shows the calls of an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
+Shows the calls in an iteration with their inputs and outputs, models and devices, as text and as a Mermaid drawing.
 Estimates all batch sizes and the memory of each rank and server by cause. If the config has a `launch:` section, the
 plan also says where ranks and servers run. N is a GPU's memory in 1e9 bytes; the default is launch.gpu_memory_gb or the
 memory of the trainer's GPU. If N is known, the plan says what does not fit, and lists the fastest layouts that do, on
@@ -390,7 +390,7 @@ def data_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
 
 
 def batch_rows(run: PlannedRun) -> list[tuple[str, str, str]]:
-    """Returns name, number and origin of each batch size; sizes per rank are for the policy's ranks."""
+    """Returns the name, value and origin of each batch size; sizes per rank are for the policy's ranks."""
     prompts, total = run.prompts or 1, run.trajectories
     dp = run.roles[0].dp if run.roles else run.world
     update = math.ceil(total / run.num_minibatches)

@@ -68,7 +68,7 @@ weights into the servers before its first request.
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):  # type: ignore[misc]
-    """Keeps the line breaks of the examples."""
+    """Keeps the line breaks in the examples."""
 
 
 def serve(
@@ -106,8 +106,8 @@ def serve(
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
         sglang_python: the Python interpreter of an environment with SGLang.
         vllm_python: the Python interpreter of an environment with vLLM.
-        server_args: arguments of the server program by name; on the command line `--server_args.NAME VALUE`.
-        seed: seed of the servers' random numbers.
+        server_args: arguments for the server program by name; on the command line `--server_args.NAME VALUE`.
+        seed: seed for the servers' random numbers.
         startup_timeout_s: seconds that a server may take to become ready.
         log_folder: folder for the servers' logs; by default a temporary one, whose path is printed.
         register: folder in which the servers register; a run finds them if its only server address is `file://FOLDER`.
@@ -203,7 +203,7 @@ def serve_policy(
     LocalEngine generates in this process. To use servers, export the checkpoint and run `lightrl serve --model FOLDER`.
 
     Args:
-        policy: a checkpoint, an exported folder, a hub name, or the YAML of a run, whose untrained policy is served.
+        policy: a checkpoint, an exported folder, a hub name, or a run's YAML, whose untrained policy is served.
         host: address to listen on; with the default only this machine can connect.
         port: 0 for any free port.
         token: the token that requests must carry; by default LIGHTRL_SERVER_TOKEN or a random one, which is printed.
@@ -211,7 +211,7 @@ def serve_policy(
         write: called with the text to print.
 
     Raises:
-        ValueError: if there is no such policy. RolloutError: if the port cannot be opened.
+        ValueError: if the policy does not exist. RolloutError: if the port cannot be opened.
     """
     from lightrl.models.images import ImageReader
     from lightrl.workflows.agent_workflow import PolicyAccess, serving_policy
@@ -260,7 +260,7 @@ def _spec_of_policy(policy: str, exported: Path) -> ModelSpec:
 
 
 def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> Path:
-    """Makes a model folder for servers, without end tokens in its config; it has weights if `model` has a path."""
+    """Makes a model folder for servers, with weights if `model` has a path; see `write_model_folder` for its config."""
     if model.path is None:
         return write_model_folder(config, folder)
     source = Path(model.path)
@@ -274,7 +274,7 @@ def served_folder(model: ModelSpec, config: PretrainedConfig, folder: Path) -> P
         if file.name in ("config.json", "generation_config.json") or file.is_dir():
             continue
         link = folder / file.name
-        if has_tokenizer or not link.exists():
+        if has_tokenizer or not link.exists():  # otherwise keep the tokenizer written above
             link.unlink(missing_ok=True)
             link.symlink_to(file.resolve())
     return folder
@@ -364,7 +364,7 @@ def parse(args: Sequence[str]) -> dict[str, Any]:
     parser.set_defaults(settings)
     if any(arg.partition("=")[0] == "--token" for arg in rest):
         fix = "Set LIGHTRL_SERVER_TOKEN, or pass --token_file FILE, instead of --token."
-        raise UsageError(f"All users of this machine can read a command line. {fix}")
+        raise UsageError(f"All users on this machine can read a command line. {fix}")
     try:
         values = to_plain(parser.parse_args(joined(rest))).as_dict()
     except ArgumentError as error:

@@ -20,8 +20,8 @@ _HELP = """\
 usage: lightrl status FOLDER
 
 FOLDER is a run's root (trainer.default_root_dir), a run in it (lightning_logs/version_3) or a launch in it (launch-3).
-Shows the newest run's phase and iteration, each server's weight version and queue, the last error, and the processes
-of the newest launch with their logs.
+Shows the newest run's phase and iteration, each server's weight version and queue, the last error, and the newest
+launch's processes with their logs.
 """
 _SILENT_S = 60.0  # a running process writes more often, except in a long phase
 

@@ -29,7 +29,7 @@ class ChildProcess:
     The constructor starts the command. Methods may be called from any thread, even after the command has exited.
 
     Args:
-        environment: all environment variables of the command.
+        environment: all environment variables for the command.
         grace_s: time from SIGTERM to SIGKILL if `ask_to_end` is never called.
         log: file descriptor of the output; `subprocess.PIPE` to read from `output`; None shares this process's output.
         remove: a file that the guard deletes at the end.

@@ -40,15 +40,15 @@ async def in_thread(function: Callable[..., T], *args: object, name: str = "ligh
 async def outcome_in_thread(
     function: Callable[..., T], *args: object, name: str = "lightrl-thread"
 ) -> tuple[T | None, BaseException | None]:
-    """Like `in_thread`, but returns (result, exception). Raises RuntimeError if MAX_ABANDONED such threads hang."""
+    """Like `in_thread`, but returns (result, exception). Raises RuntimeError if MAX_ABANDONED threads still hang."""
     for thread in [thread for thread in _abandoned if not thread.is_alive()]:
         _abandoned.pop(thread, None)
     functions = Counter(function for thread, function in _abandoned.items() if thread.name == name)
     if functions.total() >= MAX_ABANDONED:
         calls = ", ".join(f"{number} of {function}" for function, number in functions.most_common(3))
         raise RuntimeError(
-            f"{functions.total()} calls that missed their deadline still hang in threads of this process: {calls}. No "
-            "more are started. Give each function a deadline, or make it async, so that it can be cancelled"
+            f"{functions.total()} calls are still hanging in this process's threads after their deadline: {calls}. No "
+            "more will be started. Give each function a deadline, or make it async, so that it can be cancelled"
         )
     done: asyncio.Future[tuple[T | None, BaseException | None]] = asyncio.get_running_loop().create_future()
     process = os.getpid()
@@ -72,7 +72,7 @@ async def outcome_in_thread(
 
 
 def end_if_forked(process: int) -> None:
-    """Exits if this process is a copy of `process` that user code forked; the copy would continue the run too."""
+    """Exits if this process is a copy of `process` that user code forked; the copy would also continue the run."""
     if os.getpid() != process:
         os._exit(0)
 
@@ -87,7 +87,7 @@ def call_all(*steps: Callable[[], object]) -> None:
             if first is None:
                 first = error
             else:
-                log.error("Another shutdown step failed too.", exc_info=error)
+                log.error("Another shutdown step also failed.", exc_info=error)
     if first is not None:
         raise first
 

@@ -1,4 +1,4 @@
-"""Listener: accepts a server's connections, and limits connections of clients without the key."""
+"""Listener: accepts a server's connections, and limits connections from clients without the key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Listener:
             self._keyless.pop(request.transport, None)
 
     async def accept(self, listening: socket.socket, server: web.Server) -> None:
-        """Passes the connections of a listening socket to the server until cancelled."""
+        """Passes the connections from a listening socket to the server until cancelled."""
         loop, num_files = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         num_files = 2**16 if num_files == resource.RLIM_INFINITY else num_files
         listening.setblocking(False)

@@ -220,6 +220,6 @@ def _settle(outcomes: list[Outcome], first: int = 0) -> None:
 
 
 def wake_up(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: object) -> None:
-    """Schedules a call of `function` on `loop`; may be called from any thread."""
+    """Schedules a call to `function` on `loop`; may be called from any thread."""
     with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits there
         loop.call_soon_threadsafe(function, *arguments)

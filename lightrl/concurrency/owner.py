@@ -89,7 +89,7 @@ def hold(folder: Path, setting: str) -> None:
             lock.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError:
-            return  # a write to the folder will fail too, with a clearer message
+            return  # a write to the folder will also fail, with a clearer message
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def kill_group(group: int) -> None:
-    """Sends SIGKILL to all processes of a group, if there are any."""
+    """Sends SIGKILL to all processes in a group, if there are any."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS denies permission for zombies
         os.killpg(group, signal.SIGKILL)
 

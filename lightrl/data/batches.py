@@ -41,7 +41,7 @@ class EpochLoader(Generic[T]):
 
     def __len__(self) -> int:
         if self.num_batches is None:
-            raise TypeError("The number of batches of streamed data is unknown.")
+            raise TypeError("The number of batches in streamed data is unknown.")
         return self.num_batches
 
     def __iter__(self) -> Iterator[T]:
@@ -85,8 +85,8 @@ def check_run_length(stream: PromptStream, trainer: L.Trainer | None) -> None:
         return
     if trainer.max_steps == -1 and trainer.max_epochs != -1 and isinstance(trainer.limit_train_batches, float):
         raise ValueError(
-            "The number of rows of streamed data is unknown, so the Trainer cannot know when an epoch ends. Set "
-            "trainer.max_steps, or set trainer.limit_train_batches to the number of iterations of an epoch."
+            "The number of rows in streamed data is unknown, so the Trainer cannot know when an epoch ends. Set "
+            "trainer.max_steps, or set trainer.limit_train_batches to the number of iterations in an epoch."
         )
 
 

@@ -94,7 +94,7 @@ def completion_after(prompt: Messages, chat: Messages, where: str) -> Messages:
             prompt = prompt[1:]  # drops the data module's system prompt
         if chat[: len(prompt)] != prompt:
             raise ValueError(
-                f"{where} must begin with the messages of the prompt, {prompt!r:.200}, got {chat!r:.200}. Fix the row. "
+                f"{where} must begin with the prompt's messages, {prompt!r:.200}, got {chat!r:.200}. Fix the row. "
                 "Or, to take the prompt from the chat, set prompt_column to a name that no column has."
             )
         chat = chat[len(prompt) :]
@@ -302,7 +302,7 @@ class ChatRenderer:
         Args:
             messages: the prompt's messages; None if the prompt is given as token ids.
             completion: the policy's turn, optionally followed by other messages and more turns.
-            arguments: arguments of the chat template, the same as for the prompt.
+            arguments: arguments for the chat template, the same as for the prompt.
         """
         end = self.tokenizer.eos_token_id
         if end is None:

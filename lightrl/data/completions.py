@@ -52,7 +52,7 @@ class CompletedPrompt(Prompt):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the longest trajectory."""
+        """The number of tokens in the longest trajectory."""
         return len(self.token_ids or []) + max(map(len, self.completion_ids))
 
 
@@ -132,7 +132,7 @@ class Windows:
         return min(self._starts.values())
 
     def batches(self, window: int) -> list[list[CompletedPrompt]]:
-        """Returns the batches of a window; raises ValueError if a row is bad."""
+        """Returns the batches in a window; raises ValueError if a row is bad."""
         if window < min(self._starts):
             self._starts = {0: 0}
         for earlier_window in range(max(number for number in self._starts if number <= window), window):
@@ -165,7 +165,7 @@ class Windows:
 
 
 class ChatSettings(SharedPromptSettings, total=False):
-    """The additional arguments of SFTDataModule, for type checkers."""
+    """The additional arguments to SFTDataModule, for type checkers."""
 
     prompt_column: str
     answer_column: str | None
@@ -189,7 +189,7 @@ class CompletionDataModule(PromptDataModule):
         train, validation, test: as in PromptDataModule.
         max_tokens: the longest prompt plus completion allowed; None uses the model's context. For longer rows, see
             `prompt_overflow`.
-        kwargs: other arguments of PromptDataModule.
+        kwargs: other arguments to PromptDataModule.
     """
 
     completion_columns: dict[str, str]  # setting → column
@@ -325,7 +325,7 @@ class CompletionDataModule(PromptDataModule):
         return PositionLoader(num_batches, batch_at, trainer=self.trainer)
 
     def _epochs(self, prompts: RowPrompts, num_tokens: Sequence[int]) -> EpochLoader[Any]:
-        """Returns a loader of rows with known lengths; the last batch of an epoch may be smaller."""
+        """Returns a loader of rows with known lengths; the last batch in an epoch may be smaller."""
         num, size = len(prompts), self.batch_size
         num_batches = -(-num // size)
         shuffle = self.shuffle and not getattr(self.trainer, "overfit_batches", 0) > 0
@@ -378,7 +378,7 @@ class ChatBatch(NamedTuple):
     token_ids: Tensor  # int64 [B, T], 0 on the padding
     loss_mask: Tensor  # bool [B, T], True on the completion and its end token
     set_name: str | None = None  # names the validation set, if there are several
-    images: ImageTable | None = None  # images of all prompts
+    images: ImageTable | None = None  # images in all prompts
 
     @property
     def num_measured(self) -> int:
@@ -416,7 +416,7 @@ class SFTDataModule(CompletionDataModule):
         answer_pattern_remove: a regular expression whose matches are removed from the completion. For example,
             `<<.*?>>` removes GSM8K's calculator notes like `<<48/2=24>>`.
         max_tokens: the longest chat allowed; None uses the model's context. For longer chats, see `prompt_overflow`.
-        kwargs: other arguments of PromptDataModule.
+        kwargs: other arguments to PromptDataModule.
     """
 
     row_name = "chat"
@@ -491,7 +491,7 @@ class PairBatch(NamedTuple):
 
 
 def _experience(token_ids: Tensor, loss_mask: Tensor, lengths: Tensor, *, group_size: int) -> Experience:
-    """Makes groups of `group_size` rows; the first row of a group has reward 1, the others 0."""
+    """Makes groups of `group_size` rows; the first row in a group has reward 1, the others 0."""
     rows = torch.arange(len(token_ids), device=token_ids.device)
     return Experience(
         token_ids=token_ids,
@@ -517,7 +517,7 @@ class PreferenceDataModule(CompletionDataModule):
         chosen_column, rejected_column: the two completions.
         prompt_column: the prompt's text or messages; not needed for whole chats.
         max_tokens: the longest trajectory; None uses the model's context. For longer ones, see `prompt_overflow`.
-        kwargs: other arguments of PromptDataModule.
+        kwargs: other arguments to PromptDataModule.
     """
 
     row_name = "pair"
@@ -544,7 +544,7 @@ class PreferenceDataModule(CompletionDataModule):
     def _chats(self, row: Row, where: str) -> dict[str, Messages]:
         columns = list(self.completion_columns.values())
         if isinstance(row.get("label"), bool) and columns[0] not in row:
-            raise ValueError(f"{where} has a completion and a label (KTO), not a pair. Convert such rows to pairs.")
+            raise ValueError(f"{where} has a completion and a label (KTO), not a pair. Convert these rows to pairs.")
         chats = super()._chats(row, where)
         if chats[columns[0]] == chats[columns[1]]:
             raise ValueError(f"{where} has the same text in {columns[0]!r} and {columns[1]!r}.")

@@ -43,7 +43,7 @@ def prompt_source(
 def prompts_of(
     batch: Any, tokenizer: PreTrainedTokenizerBase, *, name: str, max_prompt_tokens: int | None
 ) -> list[Prompt]:
-    """Returns the prompts of a validation, test or predict batch; renders rows of a user's loader.
+    """Returns the prompts in a validation, test or predict batch; renders rows from a user's loader.
 
     Args:
         batch: a sequence of prompts, strings or dicts, or a dict of columns, as torch's default collate returns it.
@@ -63,7 +63,7 @@ def prompts_of(
 def wrap_train_loader(
     loader: object, tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int | None = None, seed: int = 0
 ) -> PromptStream:
-    """Returns the prompts of a DataLoader as a stream.
+    """Returns the prompts from a DataLoader as a stream.
 
     Args:
         loader: a DataLoader over a map-style or an iterable dataset whose items are Prompts, strings (the user's turn),

@@ -37,7 +37,7 @@ class DataSource:
 
     Args:
         source: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, a local dataset folder, a folder of
-            tasks, or the dotted path of a function that accepts `split` and `arguments` and returns dicts.
+            tasks, or the dotted path to a function that accepts `split` and `arguments` and returns dicts.
         weight: this source's share of the rows if there are several sources; only the ratios of weights matter.
         name: configuration of a hub dataset, for example `main`.
         split: the split of a hub dataset or a function; None means `train` for training and `test` otherwise.
@@ -47,7 +47,7 @@ class DataSource:
         label: names the source in prompt ids and, if set, in metrics like `rollout/reward/LABEL`; None uses its index.
         task: the source's own workflow, reward, group size and length limit; applies to this label in all splits.
         streaming: read the rows in order as they are needed.
-        shuffle_buffer: number of streamed rows that are shuffled together; the shards are shuffled too.
+        shuffle_buffer: number of streamed rows that are shuffled together; the shards are also shuffled.
     """
 
     source: str
@@ -90,7 +90,7 @@ def sources_of(source: Source | None) -> list[DataSource]:
     sources = [DataSource(str(item)) if isinstance(item, str | Path) else item for item in given if source is not None]
     if wrong := [item for item in sources if not isinstance(item, DataSource)]:
         raise TypeError(
-            "Data must be a file, a hub name, the dotted path of a function, or a DataSource, or a list of these, got "
+            "Data must be a file, a hub name, the dotted path to a function, or a DataSource, or a list of these, got "
             f"a {type(wrong[0]).__name__}. Write other data to a .jsonl file, or override make_prompts."
         )
     sources = [replace(item, label=str(n)) if item.label is None else item for n, item in enumerate(sources)]
@@ -101,7 +101,7 @@ def sources_of(source: Source | None) -> list[DataSource]:
 
 
 def tasks_of(sources: Iterable[DataSource]) -> Tasks:
-    """Returns the tasks of a data module's sources by label; raises ValueError if a label has two different tasks."""
+    """Returns the tasks for a data module's sources by label; raises ValueError if a label has two different tasks."""
     tasks = Tasks()
     for source in sources:
         if source.task is None:

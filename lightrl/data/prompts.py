@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CHECKED = 10_000  # up to this many train rows are all checked at the start
+MAX_CHECKED = 10_000  # if there are at most this many train rows, all are checked at startup
 NUM_CHECKED = 1_000  # number of first rows to check if there are more; ROWS_AT_ONCE if they are streamed
 
 Split = Literal["train", "validation", "test"]
@@ -55,7 +55,7 @@ _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
 
 
 class SharedPromptSettings(TypedDict, total=False):
-    """The arguments of PromptDataModule that no subclass replaces, for type checkers."""
+    """The arguments to PromptDataModule that no subclass replaces, for type checkers."""
 
     row_filter: str | Callable[[Row], bool] | None
     bad_rows: Literal["error", "drop"]
@@ -92,7 +92,7 @@ class PromptDataModule(L.LightningDataModule):
     `limit_train_batches` as the number of iterations per epoch. Validation and test rows are still read at the start.
 
     Args:
-        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path of a function that
+        train: a local .jsonl, .json, .parquet, .arrow or .csv file, a hub name, or the dotted path to a function that
             makes rows; a DataSource, like `{source: openai/gsm8k, name: main}`, or a list of them, mixed by weight.
             Use None only in a subclass that overrides `make_prompts`, or if nothing is trained.
         validation: the same for validation; None skips validation.
@@ -109,14 +109,14 @@ class PromptDataModule(L.LightningDataModule):
         system_prompt: opens every chat that has no system message.
         prompt_template: the user's turn, a format string with `{prompt}` and any other column by name.
         chat_template: a Jinja file or a template that replaces the tokenizer's in the run and the exported model.
-        chat_template_kwargs: arguments of the chat template, like `{enable_thinking: false}`; a row's column of the
-            same name takes precedence. A column `tools` is passed to the template as JSON schemas.
+        chat_template_kwargs: arguments for the chat template, like `{enable_thinking: false}`; a row's column with
+            the same name takes precedence. A `tools` column is passed to the template as JSON schemas.
         validation_batch_size: prompts per validation batch.
         max_prompt_tokens: the longest prompt allowed; None uses the model's context minus the completion.
         min_prompt_tokens: the shortest prompt allowed; shorter ones are dropped and counted.
         prompt_overflow: what to do with a longer prompt: raise an `error` before training, or `drop` and log it.
         shuffle: reorder the train prompts in each epoch; the order depends only on (seed, epoch).
-        seed: determines the order; None uses the seed of `seed_everything`, or 0.
+        seed: determines the order; None uses the seed from `seed_everything`, or 0.
     """
 
     row_name = "prompt"  # in messages
@@ -201,12 +201,12 @@ class PromptDataModule(L.LightningDataModule):
         return [self._prompt(row) for row in located if passes(row)]
 
     def _rows_of_make_prompts(self, split: Split) -> list[IndexedRows]:
-        """Returns the prompts of a subclass's `make_prompts` as rows. A prompt's id begins with its source's label."""
+        """Returns a subclass's `make_prompts` as rows. A prompt's id begins with its source's label."""
         prompts, sources = self.make_prompts(split), self.sources[split]
         prefixes = [f"{split}-{source.label}-" for source in sources]
         owners = [max(filter(prompt.id.startswith, prefixes), key=len, default=None) for prompt in prompts]
         indices = [[n for n, owner in enumerate(owners) if owner == prefix] for prefix in prefixes]
-        if len(sources) < 2 or None in owners:
+        if len(sources) < 2 or None in owners:  # one unlabeled id turns all prompts into a single source
             if len({source.weight for source in sources}) > 1:
                 problem = "The sources' weights have no effect: id %r of make_prompts has no label. Begin it with %r."
                 logger.warning(problem, prompts[owners.index(None)].id, prefixes[0])
@@ -265,7 +265,7 @@ class PromptDataModule(L.LightningDataModule):
         return messages, images, row
 
     def _open(self, split: Split) -> list[SourceRows]:
-        """Returns the rows of each source of a split."""
+        """Returns the rows from each source in a split."""
         if split not in self._rows:
             self._rows[split] = [self._open_source(split, number) for number in range(len(self.sources[split]))]
         return self._rows[split]
@@ -402,7 +402,7 @@ class PromptDataModule(L.LightningDataModule):
             for rows in prompts.parts:
                 if rows.num_rows == 0:
                     raise ValueError(
-                        f"No row of {rows.source.source!r} passes the filters. Remove the source or loosen the filters."
+                        f"No row in {rows.source.source!r} passes the filters. Remove the source or loosen the filters."
                     )
             _warn_about_repeats(prompts.checked, self.prompts["validation"].checked)
             if not self.prompts["validation"]:

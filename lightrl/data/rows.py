@@ -3,7 +3,7 @@
 Data may have any size: lines of a .jsonl file are located at the start and parsed when read; `datasets` maps Parquet,
 Arrow and CSV files and hub datasets into memory, from its cache. CSV values remain text. A .json file is read whole. A
 .jsonl file above 64 MiB is mapped into memory, so it must not change in place during a run. Text files may be gzipped.
-Messages name a row of a .jsonl or .csv file by its line, and other rows by number; both count from 1.
+Messages name a row in a .jsonl or .csv file by its line, and other rows by number; both count from 1.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _POINTER = b"version https://git-lfs.github.com/"
 _MAX_COPIED = 64 * 2**20  # bytes; a smaller text file is read whole, so later changes to the file have no effect
 _LONGEST_FIELD = 2**31 - 1  # bytes in a CSV file; the csv module's default is 128 KiB
 _LONGEST_BLANK = 16  # a longer line is never skipped as blank
-_PROGRESS_S = 5.0  # interval of log messages while a large file is scanned
+_PROGRESS_S = 5.0  # interval between log messages while a large file is scanned
 _TO_UTF_8 = "It must be UTF-8: convert it with `iconv -f <its encoding> -t utf-8`."
 
 
@@ -85,7 +85,7 @@ def read_rows(
 
     Args:
         source: a local `.jsonl`, `.json` (list of objects), `.parquet`, `.arrow` or `.csv` file; a hub name or a local
-            dataset folder, for `datasets.load_dataset`; a folder of tasks; or the dotted path of a function that makes
+            dataset folder, for `datasets.load_dataset`; a folder of tasks; or the dotted path to a function that makes
             rows from `split` and `arguments`, for example `my_project.data.riddles`.
         name: the dataset's configuration; for hub names and folders.
         split: the dataset's split; for hub names, folders and functions, since a file is one split.
@@ -148,7 +148,7 @@ def require_column(row: Row, column: str, setting: str, *, where: str, may_be_em
     columns = ", ".join(repr(key) for key in row) or "none"
     raise ValueError(
         f"{where} {problem} (its columns: {columns}). Fix the row, or set {setting} to another column, or to the "
-        "dotted path of a value in one."
+        "dotted path to a value in one."
     )
 
 
@@ -284,7 +284,7 @@ def json_able(row: Row) -> Row:
 
 
 def without_padding(value: Any, *, is_listed: bool = False) -> Any:
-    """Removes the null values that Arrow adds so that all dicts of a list, such as messages, have the same keys."""
+    """Removes the null values that Arrow adds so that all dicts in a list, such as messages, have the same keys."""
     if isinstance(value, list):
         return [without_padding(item, is_listed=True) for item in value]
     if not isinstance(value, dict):

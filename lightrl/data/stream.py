@@ -1,5 +1,5 @@
-"""SourceRows: the rows of one source. RowPrompts: the prompts of a split's rows. PromptStream: the train prompts in the
-run's order. IndexedRows reads a source by index; StreamedRows (streamed.py) reads it in order.
+"""SourceRows: the rows of one source. RowPrompts: the prompts from a split's rows. PromptStream: the train prompts in
+the run's order. IndexedRows reads a source by index; StreamedRows (streamed.py) reads it in order.
 
 A position counts prompts over the whole run. With n prompts, epoch e of the stream is positions e·n to (e + 1)·n - 1:
 each prompt once, in an order that depends only on (seed, e). A resume therefore needs only one number, for any number
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ROWS_AT_ONCE = 256  # how many rows are read at once, or rendered with one call of the tokenizer
+ROWS_AT_ONCE = 256  # how many rows are read at once, or rendered with one call to the tokenizer
 FINGERPRINT_PROMPTS = 256  # how many prompts a resume compares if not all rows are checked
 _ASSUMED_ROWS = 1000  # number of rows that a streamed source is assumed to have
 _MAX_MADE = 4096  # how many prepared prompts are kept
@@ -39,9 +39,9 @@ PromptOf: TypeAlias = "Callable[[LocatedRow], Prompt | None]"
 
 
 class LocatedRow(NamedTuple):
-    """A row of a split, with its origin."""
+    """A row in a split, with its origin."""
 
-    row: Any  # a dict of columns, or an item of a user's dataset
+    row: Any  # a dict of columns, or an item from a user's dataset
     source: DataSource
     where: str  # names the row in messages
     prompt_id: str  # unique in the split
@@ -60,7 +60,7 @@ class SourceRows(ABC):
     @property
     @abstractmethod
     def num_rows(self) -> int | None:
-        """The number of rows of a pass; None if unknown."""
+        """The number of rows in one pass; None if unknown."""
 
     @abstractmethod
     def row_keys(self) -> Iterable[Any]:
@@ -180,7 +180,7 @@ class CheckedRows(NamedTuple):
 
 @dataclass(eq=False)
 class RowPrompts(Sequence["Prompt | None"]):
-    """The prompts of a split's rows, in data order or by position in the run. Each is made when it is read."""
+    """The prompts from a split's rows, in data order or by position in the run. Each is made when it is read."""
 
     parts: Sequence[SourceRows]  # one for each source
     prompt_of: PromptOf
@@ -200,14 +200,14 @@ class RowPrompts(Sequence["Prompt | None"]):
 
     @property
     def num_rows(self) -> int | None:
-        """The number of rows of all sources; None if one is streamed."""
+        """The number of rows in all sources; None if one is streamed."""
         sizes = [part.num_rows for part in self.parts]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     def __len__(self) -> int:
         """Returns the number of rows; raises TypeError if a source is streamed."""
         if self.num_rows is None:
-            raise TypeError("The number of prompts of a streamed source is unknown.")
+            raise TypeError("The number of prompts in a streamed source is unknown.")
         return self.num_rows
 
     def __getitem__(self, index: Any) -> Any:
@@ -216,7 +216,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self.at(selected) if isinstance(selected, range) else self.at([selected])[0]
 
     def at(self, indices: Iterable[int]) -> list[Prompt | None]:
-        """Returns the prompts of these rows, numbered across all sources; raises ValueError for a bad row."""
+        """Returns the prompts from these rows, numbered across all sources; raises ValueError for a bad row."""
         sizes = [part.num_rows or 0 for part in self.parts]
         starts = [0, *itertools.accumulate(sizes)]
 
@@ -235,7 +235,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return MixtureOrder(sizes, weights, seed=self.seed, shuffle=self.shuffle)
 
     def many(self, positions: Iterable[int]) -> list[Made]:
-        """Makes the prompts at these positions of the run together, which is faster than one by one."""
+        """Makes the prompts at these positions in the run together, which is faster than one by one."""
 
         def locate(position: int) -> LocatedRow:
             source, row = self.order.turn(position)
@@ -245,13 +245,13 @@ class RowPrompts(Sequence["Prompt | None"]):
         return self._make(positions, locate)
 
     def one_pass(self) -> Iterator[list[Made]]:
-        """Yields the prompts of all rows in blocks, in the order of the data."""
+        """Yields the prompts from all rows in blocks, in the order of the data."""
         keys = self.row_keys()
         while block := list(itertools.islice(keys, ROWS_AT_ONCE)):
             yield self._make(block, lambda key: self.parts[key[0]].locate(key[1]))
 
     def first(self, num: int) -> list[Prompt | None]:
-        """Returns the prompts of the first rows; raises ValueError for a bad row."""
+        """Returns the prompts from the first rows; raises ValueError for a bad row."""
         keys = itertools.islice(self.row_keys(), num)
         return without_errors(self._make(keys, lambda key: self.parts[key[0]].locate(key[1])))
 
@@ -273,7 +273,7 @@ class RowPrompts(Sequence["Prompt | None"]):
         return replace(self.only(keys), ids=ids, checked=checked._replace(digest=content.hexdigest()))
 
     def only(self, keys: Sequence[tuple[int, Any]]) -> RowPrompts:
-        """Returns the prompts of these rows, given as (source number, key) in the order of the data."""
+        """Returns the prompts from these rows, given as (source number, key) in the order of the data."""
         parts = [
             part.read_whole().only([key for source, key in keys if source == number])
             for number, part in enumerate(self.parts)
@@ -318,7 +318,7 @@ class PromptStream:
     An item is None if a filter or a length limit drops the row.
 
     Args:
-        prompts: the prompts of one epoch, in the order of the data.
+        prompts: the prompts for one epoch, in the order of the data.
         batch_size: prompts, and therefore groups, per iteration.
 
     Raises:
@@ -367,7 +367,7 @@ class PromptStream:
 
     @property
     def num_iterations(self) -> int | None:
-        """The number of iterations per epoch of the loader; None if unknown."""
+        """The loader's number of iterations per epoch; None if unknown."""
         return None if self.num_prompts is None else self.num_prompts // self.batch_size
 
     @functools.cached_property

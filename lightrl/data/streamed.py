@@ -1,6 +1,6 @@
 """Sources that can only be read in order, for example a hub dataset that is not downloaded.
 
-Rows are read in blocks of `block_rows` consecutive rows; the last block of a pass over the source may be shorter. With
+Rows are read in blocks of `block_rows` consecutive rows; the last block in a pass over the source may be shorter. With
 `shuffle`, the shards are shuffled in each pass, and the rows in each block. A row's number, counted over all passes,
 determines the row, so a resumed run reads the same rows as an uninterrupted one. A Mark is the start of a block. The
 checkpoint stores the mark from which all rows in flight can be read again, so a resume need not read earlier rows.
@@ -44,7 +44,7 @@ class Mark(NamedTuple):
     number: int = 0  # number of the first row, counted over all passes
     epoch: int = 0  # the pass
     num_read: int = 0  # how many rows of the pass come before this block
-    turn: int = 0  # how many shards of the pass come before the current one
+    turn: int = 0  # how many shards in the pass come before the current one
     row: int = 0  # how many rows of the shard come before this block
     state: object = None  # the shard's `state_dict` after `row` rows; if None, reading skips these rows
 
@@ -81,7 +81,7 @@ class StreamedRows(SourceRows):
 
     @property
     def num_rows(self) -> None:
-        """None: the number of rows of a pass is unknown."""
+        """None: the number of rows in a pass is unknown."""
         return None
 
     def key_at(self, number: int) -> StreamedRow:
@@ -228,7 +228,7 @@ def open_stream(source: str, *, name: str | None, split: str, arguments: JsonMap
 
 
 def shards_of(make: Callable[[], Iterable[Any]]) -> list[OpenShard]:
-    """Returns the shards of the iterable that `make` returns; only an IterableDataset of `datasets` has several."""
+    """Returns the shards of `make()`, an iterable; only an IterableDataset from `datasets` has more than one."""
     import datasets
 
     dataset = make()

@@ -1,4 +1,4 @@
-"""Task: the settings for the prompts of one data source; Tasks: a data module's tasks, by the source's label.
+"""Task: the settings for the prompts from one data source; Tasks: a data module's tasks, by the source's label.
 
     train:                                        # in YAML
       - {source: math.parquet, label: math, task: {reward: lightrl.rewards.math_answer, group_size: 16}}
@@ -8,7 +8,7 @@
           workflow: {class_path: MultiTurn, init_args: {environment: my_project.games.GuessNumber}}
           reward: lightrl.rewards.environment_reward
 
-`Prompt.source` is the label. It selects the workflow that runs a prompt, and the reward function of its trajectories.
+`Prompt.source` is the label. It selects the workflow that runs a prompt, and the reward function for its trajectories.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """The settings for the prompts of one source; None uses the module's setting.
+    """The settings for the prompts from one source; None uses the module's setting.
 
     Args:
         workflow: replaces the module's `workflow`, with the source's turns, environment, tools or agent.
         reward: replaces the module's `reward`; it gets its own worker processes.
         group_size: G, trajectories per prompt. The advantages of a group do not depend on the other groups' sizes, but
             with `loss_reduction: sequence`, a prompt's weight is its number of trajectories.
-        max_new_tokens: token limit of a completion, at most the module's `sampling.max_new_tokens`.
+        max_new_tokens: token limit for a completion, at most the module's `sampling.max_new_tokens`.
     """
 
     workflow: Callable[[PreTrainedTokenizerBase], Workflow] | None = None
@@ -56,7 +56,7 @@ class Task:
 
 
 class Tasks(dict[str, Task]):
-    """The tasks of a data module: source label → Task. Prompts of other sources use the module's settings."""
+    """A data module's tasks: source label → Task. Prompts from other sources use the module's settings."""
 
     @property
     def group_sizes(self) -> dict[str, int]:
@@ -129,9 +129,9 @@ class WorkflowOfSource(Workflow):
     """Runs each prompt with the workflow of its source.
 
     Args:
-        default: runs the prompts of sources without a workflow.
+        default: runs prompts from sources without a workflow.
         workflows: source label → workflow.
-        limits: source label → token limit of a completion.
+        limits: source label → token limit for a completion.
     """
 
     own_timeout_s = None  # each workflow's own limit applies

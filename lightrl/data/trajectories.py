@@ -20,12 +20,12 @@ class TrajectoryDataModule(L.LightningDataModule):
     With the same weights, module, seed and callbacks, it repeats bit for bit the run that wrote the files, if that run
     used `TrajectoryLog(every_n_iterations=1)`. With a different loss, it shows the effect of that loss on the same
     trajectories. Rewards come from the files, as do the outputs of an LLM judge, teacher or reward model outside the
-    trainer (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k of the
-    files, even after a resume. After the last iteration of the files, the run starts over with the first.
+    trainer (`call_outputs`; if missing, they are requested again). Iteration k of the run trains on iteration k in the
+    files, even after a resume. After the last iteration in the files, the run starts over with the first.
 
     Args:
         path: a JSONL file, or a folder of `iteration-000012.jsonl` files, read in order.
-        batch_size: groups per iteration; None keeps the iterations of the files.
+        batch_size: groups per iteration; None keeps the iterations in the files.
         max_iterations: use only the first iterations, up to this number; None uses all.
     """
 
@@ -64,14 +64,14 @@ class TrajectoryDataModule(L.LightningDataModule):
 def read_iterations(path: Path) -> Iterator[list[Group]]:
     """Yields each iteration's groups from a file or a folder of files, in the order of training.
 
-    A line is a record of TrajectoryLog, or a bare trajectory; a file's lines without an iteration form one iteration.
+    A line is a TrajectoryLog record, or a bare trajectory; a file's lines without an iteration form one iteration.
     """
     for file in files_of(path):
         for _, iteration in groupby(read_records(file), key=lambda item: item[1].get("iteration")):
             trajectories = []
             for where, _, trajectory in iteration:
                 if trajectory.reward is None:
-                    raise ValueError(f"{where} has no reward, which training needs.")
+                    raise ValueError(f"{where} has no reward; training needs one.")
                 for name in ("reward", "rewards", "behavior_logprobs"):
                     if not np.isfinite(np.asarray(getattr(trajectory, name) or 0.0)).all():
                         raise ValueError(f"{where} has NaN or infinity in {name!r}, which training cannot use.")

@@ -1,7 +1,7 @@
 """Engines generate completions asynchronously and record the weight version of every token.
 
 Reading order:
-    engine.py       RolloutEngine, the interface of all engines with its defaults, and Completion
+    engine.py       RolloutEngine, the interface for all engines with its defaults, and Completion
     fake_engine.py  FakeEngine, a deterministic engine for tests, which can be set to be slow, fail or hang
     local/          LocalEngine, which decodes in this process; for laptops
     servers/        code shared by all engines that use servers: fleet, requests, weight syncs

@@ -1,4 +1,4 @@
-"""RolloutEngine, the interface of all engines; Completion, what they return; PlannedEngine, for memory estimates."""
+"""RolloutEngine, the interface for all engines; Completion, what they return; PlannedEngine, for memory estimates."""
 
 # ruff: noqa: B027  # a method without a body is a default that does nothing
 from __future__ import annotations
@@ -169,7 +169,7 @@ class RolloutEngine(ABC):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of a prompt; requests are admitted in call order.
+        """Generates `n` completions for a prompt; requests are admitted in call order.
 
         With n > 1, the seed of completion i is derived from (sampling.seed, i). A cancelled request leaves the engine
         at the next token boundary. An engine may omit the parameters `started` and `attached`: `started` is passed only
@@ -195,7 +195,7 @@ class RolloutEngine(ABC):
         started: Sequence[Completion | None] | None = None,
         **attached: Unpack[Attached],
     ) -> list[asyncio.Future[Completion]]:
-        """Starts one completion of this prompt per sampling; `generate` would return the same completions.
+        """Starts one completion for this prompt per sampling; `generate` would return the same completions.
 
         This default calls `generate` for each sampling. An override that sends one request for the group needs fewer
         tasks, but must not bypass a subclass that overrides only `generate` (see `replaces_generate_alone`).
@@ -256,7 +256,7 @@ class RolloutEngine(ABC):
     def score(self, sequences: list[list[int]]) -> dict[str, list[list[float]]]:
         """Returns the logprobs that each routable replica computes for these sequences' tokens, keyed by replica name.
 
-        The temperature is 1, and each first logprob is 0. Cached prefixes of earlier requests are not used. A
+        The temperature is 1, and each first logprob is 0. Cached prefixes from earlier requests are not used. A
         replica that cannot compute logprobs returns empty lists. Called if `probe_every_n_loads` is above 0.
         """
         return {}

@@ -31,7 +31,7 @@ Seconds = float | Callable[[list[int], Sampling], float]
 
 @dataclass(frozen=True)
 class FakeRequest:
-    """The arguments of one `generate` call."""
+    """The arguments to one `generate` call."""
 
     number: int  # 0 for the first call
     token_ids: list[int]
@@ -190,7 +190,7 @@ class FakeEngine(RolloutEngine):
                     shapes[name] = tensor.shape
             if self._shapes is not None and shapes != self._shapes:
                 different = sorted(name for name, _ in shapes.items() ^ self._shapes.items())
-                raise WeightSyncError(f"Parameters {different[:4]} differ from those of the first load.")
+                raise WeightSyncError(f"Parameters {different[:4]} differ from the first load's.")
             if weight_version in self.fail_loads:
                 raise WeightSyncError(f"FakeEngine fails the load of version {weight_version}, as set in fail_loads.")
             self._shapes = shapes

@@ -1,6 +1,6 @@
 """Computes advantages from rewards: how much better each trajectory is than expected.
 
-Shapes: B, all trajectories of the iteration, so that statistics do not depend on how ranks divide the work.
+Shapes: B, all trajectories in the iteration, so that statistics do not depend on how ranks divide the work.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
         beta: β, in units of the reward; above 0.
 
     Returns:
-        [B], in the rewards' dtype; exactly 0 where all rewards of a group are equal.
+        [B], in the rewards' dtype; exactly 0 where all rewards in a group are equal.
     """
     check_same_shape(rewards=rewards, group_ids=group_ids)
     if not 0 < beta < torch.inf:
@@ -100,7 +100,7 @@ def optimal_advantages(rewards: Tensor, group_ids: Tensor, beta: float) -> Tenso
 
 
 def batch_normalized(values: Tensor, loss_mask: Tensor, *, eps: float = 1e-5, total: Total = of_one_rank) -> Tensor:
-    """Computes (value - mean) / (std + eps), with mean and standard deviation over all loss tokens of the batch.
+    """Computes (value - mean) / (std + eps), with mean and standard deviation over all loss tokens in the batch.
 
     This is REINFORCE++'s global normalization. Each token counts once, so long trajectories weigh more.
 

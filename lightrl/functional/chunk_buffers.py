@@ -3,7 +3,7 @@
 If each chunk allocated memory, glibc's heap would grow with the number of tokens: it keeps freed tensors of less than
 32 MiB, and small tensors allocated in the gaps leave no room for later chunks.
 
-Shapes: n positions of a chunk, V vocabulary, H hidden size.
+Shapes: n positions in a chunk, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations

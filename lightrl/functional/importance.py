@@ -68,11 +68,11 @@ class ImportanceWeights:
         check_choice((*get_args(WeightAggregation), None), aggregation=self.aggregation)
         lowest = -math.inf if self.metric == "k1" else 0  # k1 may be negative
         if self.cap is not None and not self.cap > lowest:
-            raise ValueError(f"cap of importance weights must be above {lowest} (2 to 5 is usual), got {self.cap}.")
+            raise ValueError(f"cap for importance weights must be above {lowest} (2 to 5 is usual), got {self.cap}.")
         highest = math.inf if self.cap is None else self.cap
         if self.floor is not None and not lowest <= self.floor <= highest:
             raise ValueError(
-                f"floor of importance weights must be from {lowest} to cap={highest} (0.5 is usual), got {self.floor}."
+                f"floor for importance weights must be from {lowest} to cap={highest} (0.5 is usual), got {self.floor}."
             )
         bounds_an_estimate = self.metric != "ratio" or self.aggregation is not None
         if bounds_an_estimate and (self.mode == "clamp" or not self._has_bound):
@@ -129,7 +129,7 @@ def second_moment_mask(
     Source: M2PO, equations 5 to 7, https://arxiv.org/abs/2510.01161.
 
     Args:
-        logprobs: [B, T] of the policy, for all trajectories of the iteration.
+        logprobs: [B, T] of the policy, for all trajectories in the iteration.
         behavior_logprobs: [B, T] of the policy that sampled the tokens.
         loss_mask: bool [B, T]; logprobs elsewhere have no effect.
         threshold: upper bound on the mean of log_ratio² over the kept tokens, in nats².

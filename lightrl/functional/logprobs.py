@@ -305,7 +305,7 @@ Mask = tuple[Tensor, Tensor]
 
 
 def _as_mask(temperature: float, masked_ids: Tensor | None, masked_rows: Tensor | None, states: Tensor) -> Mask | None:
-    """Checks arguments of the public functions, and returns the mask if there is one; `states` is [N, ...]."""
+    """Checks the public functions' arguments, and returns the mask if there is one; `states` is [N, ...]."""
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, got {temperature}. For greedy logprobs use 1.")
     if masked_ids is None and masked_rows is None:

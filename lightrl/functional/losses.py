@@ -1,6 +1,6 @@
 """Ratios, policy losses and divergences per token, and pairwise losses. The framework masks and averages them.
 
-Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens, K top tokens of a teacher. Every [B, T]
+Shapes: B trajectories, or B pairs with logprobs of whole completions; T tokens, a teacher's K top tokens. Every [B, T]
 tensor is aligned to the token it describes: `logprobs[b, t]` is the log-probability of `token_ids[b, t]` given the
 tokens before it, in nats.
 """
@@ -164,7 +164,7 @@ def sequence_ratio(logprobs: Tensor, proximal_logprobs: Tensor, loss_mask: Tenso
 
     This is the GSPO-token variant: all tokens of a trajectory have the same value, and token t's gradient is that value
     times the gradient of its logprob. With advantages that are constant along a trajectory and the reduction
-    "sequence", loss and gradient equal GSPO's; per-token advantages work too. Pass it to `clipped_ratio_loss`.
+    "sequence", loss and gradient equal GSPO's; per-token advantages also work. Pass it to `clipped_ratio_loss`.
 
     Source: GSPO, equations 7, 13 and 14, https://arxiv.org/abs/2507.18071.
 

@@ -28,7 +28,7 @@ def rectangles(lengths: Sequence[int], overhead_tokens: int = 0) -> list[list[in
     lengths without separating equal lengths, so dynamic programming over the distinct lengths finds the minimum.
 
     Args:
-        lengths: number of tokens of each trajectory, 0 or more.
+        lengths: number of tokens in each trajectory, 0 or more.
         overhead_tokens: cost of one more forward pass, in tokens.
 
     Returns:

@@ -82,7 +82,7 @@ def reduce_loss(
         mode: "token", "sequence" or "fixed".
         num_tokens: number of loss tokens in the whole minibatch, over all microbatches and ranks.
         num_sequences: number of trajectories with loss tokens in the whole minibatch, over all microbatches and ranks.
-        max_new_tokens: length limit of a completion; required by "fixed".
+        max_new_tokens: length limit for a completion; required by "fixed".
 
     Returns:
         A scalar; 0, with a gradient of zeros, if no token trains.
@@ -90,7 +90,7 @@ def reduce_loss(
     check_choice(get_args(LossReduction), mode=mode)
     if mode == "fixed" and (max_new_tokens is None or max_new_tokens < 1):
         raise ValueError(
-            "loss_reduction='fixed' needs max_new_tokens, the length limit of a completion, to be at least 1, got "
+            "loss_reduction='fixed' needs max_new_tokens, the length limit for a completion, to be at least 1, got "
             f"{max_new_tokens}."
         )
     num_sequences = max(num_sequences, 1)

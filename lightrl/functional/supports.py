@@ -238,26 +238,26 @@ class _SupportScores(torch.autograd.Function):
         total: Callable[[Tensor], object] | None,
     ) -> Tensor:
         rows, ids = supports.rows, supports.ids - first_id
-        is_here = None if total is None else (ids >= 0) & (ids < weight.shape[0])
-        if is_here is not None:
-            ids = torch.where(is_here, ids, 0)
+        is_own = None if total is None else (ids >= 0) & (ids < weight.shape[0])  # ids of this rank's rows
+        if is_own is not None:
+            ids = torch.where(is_own, ids, 0)
         scores = torch.empty(len(ids), dtype=torch.promote_types(weight.dtype, torch.float32), device=hidden.device)
         for positions, ids_slice in supports.chunks(chunk_tokens):
             logits = linear(hidden[positions], weight, bias)
             scores[ids_slice] = logits[rows[ids_slice] - positions.start, ids[ids_slice]].to(scores.dtype)
-        if total is not None and is_here is not None:
-            scores = torch.where(is_here, scores, 0.0)
+        if total is not None and is_own is not None:
+            scores = torch.where(is_own, scores, 0.0)
             total(scores)
-        ctx.save_for_backward(hidden, weight, bias, ids, is_here)
+        ctx.save_for_backward(hidden, weight, bias, ids, is_own)
         ctx.supports, ctx.chunk_tokens = supports, chunk_tokens
         return scores
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, ids, is_here = ctx.saved_tensors
-        if is_here is not None:
-            grad_scores = torch.where(is_here, grad_scores, 0.0)
+        hidden, weight, bias, ids, is_own = ctx.saved_tensors
+        if is_own is not None:
+            grad_scores = torch.where(is_own, grad_scores, 0.0)
         grad_hidden = torch.empty_like(hidden)
         # Sum in at least float32, because a bfloat16 sum over hundreds of chunks loses most small terms.
         grad_weight = torch.zeros_like(weight, dtype=grad_scores.dtype)
@@ -265,7 +265,7 @@ class _SupportScores(torch.autograd.Function):
         for positions, ids_slice in ctx.supports.chunks(ctx.chunk_tokens):
             gradient = grad_scores.new_zeros(positions.stop - positions.start, weight.shape[0])
             indices = (ctx.supports.rows[ids_slice] - positions.start, ids[ids_slice])
-            gradient.index_put_(indices, grad_scores[ids_slice], accumulate=is_here is not None)
+            gradient.index_put_(indices, grad_scores[ids_slice], accumulate=is_own is not None)  # others have id 0
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             gradient = gradient.to(weight.dtype)

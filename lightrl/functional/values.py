@@ -106,9 +106,9 @@ class RewardShaping:
 
     def __post_init__(self) -> None:
         if self.scaling == 0:
-            raise ValueError("scaling of reward_shaping must not be 0, or all rewards would be 0. 1 means no scaling.")
+            raise ValueError("scaling in reward_shaping must not be 0, or all rewards would be 0. 1 means no scaling.")
         if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip of reward_shaping must be above 0 or None, got {self.clip}.")
+            raise ValueError(f"clip in reward_shaping must be above 0 or None, got {self.clip}.")
 
     def __call__(self, rewards: Tensor, loss_mask: Tensor) -> Tensor:
         """Shapes rewards [B, T], given a bool mask [B, T]; returns [B, T]."""

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 Settings = dict[str, Any]  # settings by name or path, or a part of a checkpoint
 OptimizerSettings = list[list[Settings]]  # for each optimizer and parameter group, numbers by name
 
-# Settings that identify an experiment. `last` never picks a checkpoint of a run with different values.
+# Settings that identify an experiment. `last` never picks a checkpoint from a run with different values.
 _IDENTITY = ("model.class_path", "model.class", "model.policy")
 _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class", "data.train")
 
@@ -124,7 +124,7 @@ class Resume:
         self._saved: Settings = {}  # a checkpoint's `optimizers` and `settings`, until `apply_settings`
 
     def begin(self) -> None:
-        """Clears the state of an earlier stage, which may have failed."""
+        """Clears the state from an earlier stage, which may have failed."""
         self.why_no_checkpoint = None
         self._is_restored = False
 
@@ -210,7 +210,7 @@ class Resume:
                     )  # fmt: skip
 
     def restore_rollout(self) -> None:
-        """Loads the state of a checkpoint or of the previous fit, if there is one, into the newly opened rollout."""
+        """Loads the state from a checkpoint or the previous fit, if there is one, into the newly opened rollout."""
         if self._rollout_state is not None:
             seed = self._rollout_state["run_seed"]
             if seed != self.trainer.run_seed:
@@ -222,14 +222,14 @@ class Resume:
         self._is_restored = True
 
     def keep_rollout(self) -> None:
-        """Keeps the rollout's state for checkpoints and later fits, before the rollout closes."""
+        """Keeps the closing rollout's state for checkpoints and later fits; if it cannot be read, none can be saved."""
         if not self._is_restored:
             return
-        self._is_restored = False
+        self._is_restored = False  # `state_dict` now returns the kept state
         reason, self.why_no_checkpoint = self.why_no_checkpoint, "the rollout's state could not be read"
         try:
             self._rollout_state = self.trainer.rollout.state_dict() or None  # None for recorded groups
-            self.why_no_checkpoint = reason
+            self.why_no_checkpoint = reason  # the state was read
         except LightRLError as error:
             log.warning("The rollout's state could not be read for a checkpoint: %s", error)
 
@@ -259,7 +259,7 @@ class CheckpointConnector(_CheckpointConnector):
         self._named = [item for item in trainer.checkpoint_callbacks if getattr(item, "dirpath", None)]
 
     def _parse_ckpt_path(self, state_fn: TrainerFn, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
-        """Finds `last` among the runs of this experiment; raises ValueError if the checkpoint does not exist."""
+        """Finds `last` among this experiment's runs; raises ValueError if the checkpoint does not exist."""
         if ckpt_path == "last":
             if self.trainer.world_size > 1:
                 return ckpt_path  # rank 0 finds it in `resume_start`, which broadcasts it
@@ -271,7 +271,7 @@ class CheckpointConnector(_CheckpointConnector):
             if not ckpt_path:
                 raise ValueError(
                     "ckpt_path=best needs a checkpoint that this trainer saved in a fit, and there is none. "
-                    "Pass the path of a checkpoint, or last."
+                    "Pass the path to a checkpoint, or last."
                 )
         check_exists(ckpt_path)
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
@@ -319,9 +319,9 @@ class CheckpointConnector(_CheckpointConnector):
 
 
 def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None:
-    """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs of the same experiment.
+    """Returns the newest last.ckpt of the trainer's own run or, if it has none, of runs in the same experiment.
 
-    The folders that the user set for `named` callbacks are always searched too. If nothing is found, a fit logs why.
+    The folders that the user set for `named` callbacks are also always searched. If nothing is found, a fit logs why.
 
     Raises:
         ValueError: if the checkpoints are links to missing files or, outside a fit, if there is none.
@@ -349,7 +349,7 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
             found = path
             break
         else:
-            found = found or path  # its experiment is unknown, so a checkpoint of this experiment takes precedence
+            found = found or path  # its experiment is unknown, so a checkpoint from this experiment takes precedence
     if found is not None:
         is_elsewhere = trainer.loggers and found not in in_named and log_dir not in found.parents
         log.info("ckpt_path=last is %s.%s", found, " This run writes to a new folder." if is_elsewhere else "")
@@ -357,16 +357,16 @@ def last_checkpoint(trainer: Any, named: list[Any], log_dir: Path) -> str | None
     if broken_links:
         raise ValueError(
             f"ckpt_path=last: {broken_links[0]} is a link to {broken_links[0].readlink()}, which does not exist. Pass "
-            "the path of another checkpoint, or remove the link to start from the beginning."
+            "the path to another checkpoint, or remove the link to start from the beginning."
         )
-    reason = f"ckpt_path=last: {folders} has no last*.ckpt of an earlier run."
+    reason = f"ckpt_path=last: {folders} has no last*.ckpt from an earlier run."
     if newest_other:
         reason = (
-            f"ckpt_path=last: {folders} has only checkpoints of other experiments. The newest is {newest_other}. To "
+            f"ckpt_path=last: {folders} has only checkpoints from other experiments. The newest is {newest_other}. To "
             "continue from it, pass its path as ckpt_path."
         )
     if not is_fit:
-        raise ValueError(f"{reason} Pass the path of a checkpoint.")
+        raise ValueError(f"{reason} Pass the path to a checkpoint.")
     log.warning("%s The run starts from the beginning.", reason)
     return None
 

@@ -58,7 +58,7 @@ class InterruptGate:
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the signals of earlier stages."""
+        """Forgets signals from earlier stages."""
         self.is_held = False
         self.is_terminated = False  # a SIGTERM was held back
         self.is_announced = False  # a message has said that the run is going to end
@@ -451,7 +451,7 @@ class RolloutLoop(_AutomaticOptimization):
         """Returns an error that states the phase, the number of tokens, the estimated memory, and what to change."""
         tokens = getattr(module, "microbatch_tokens", None)
         smaller = "data.batch_size" if tokens is None else f"model.microbatch_tokens (now {tokens})"
-        other = f"Lower {smaller}, or set activation_checkpointing of trainer.strategy (FSDP2Strategy) to true."
+        other = f"Lower {smaller}, or set activation_checkpointing in trainer.strategy (FSDP2Strategy) to true."
         text = " ".join(str(error).split()).partition(" If reserved but")[0]
         num, longest = len(self.lengths), max(self.lengths.tolist(), default=0)
         sizes = f", with {count_text(num, 'trajectory')} of at most {count_text(longest, 'token')}" if num else ""

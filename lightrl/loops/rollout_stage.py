@@ -53,11 +53,11 @@ _AVERAGES = (
 
 _INSTEAD: dict[type[Callback], str] = {
     LearningRateFinder: (
-        "it searches for the steepest drop of the loss, but a policy's loss does not measure progress. Compare short "
+        "it searches for the steepest drop in the loss, but a policy's loss does not measure progress. Compare short "
         "runs with several values of model.lr."
     ),
     BatchSizeFinder: (
-        "it grows the batch until memory runs out, but microbatches are cut by tokens. Set model.microbatch_tokens; "
+        "it grows the batch until memory runs out, but microbatches are split by tokens. Set model.microbatch_tokens; "
         "`lightrl plan` estimates the memory."
     ),
     GradientAccumulationScheduler: (
@@ -67,7 +67,7 @@ _INSTEAD: dict[type[Callback], str] = {
     StochasticWeightAveraging: _AVERAGES,
     WeightAveraging: _AVERAGES,
     ThroughputMonitor: (
-        "it counts the samples of a batch, but an iteration's batch has none. `rollout/tokens_per_s` and "
+        "it counts the samples in a batch, but an iteration's batch has none. `rollout/tokens_per_s` and "
         "`update/tokens_per_s` are logged anyway."
     ),
     SpikeDetection: (
@@ -125,7 +125,7 @@ class RolloutStage:
         if self.trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"accumulate_grad_batches must be 1 with an RLModule, got {self.trainer.accumulate_grad_batches}: "
-                "microbatches are cut by tokens. Set model.microbatch_tokens instead."
+                "microbatches are split by tokens. Set model.microbatch_tokens instead."
             )
         if module.workflow_workers:
             (self.trainer.engine or LocalEngine()).check_workers(module.workflow_workers)

@@ -56,7 +56,7 @@ def asked_once(
 ) -> Mapping[str, Tensor]:
     """Returns the call's outputs, [B] or [B, T, ...], recorded in the trajectories or, if they are not, from `ask`.
 
-    A second call of a function or server might fail or give a different answer. Recorded outputs are padded with 0.
+    A second call to a function or server might fail or give a different answer. Recorded outputs are padded with 0.
     Floats become float32 either way.
     """
     recorded = [item.call_outputs for item in trajectories]
@@ -264,12 +264,12 @@ def _on_device(module: RLModule, role: str) -> Iterator[None]:
 def _function_outputs(
     call: ModelCall, experience: ShardedExperience, trajectories: list[Trajectory]
 ) -> dict[str, Tensor]:
-    """Calls the function of a model call and returns its results by key.
+    """Calls a model call's function and returns its results by key.
 
     Raises:
         TrainingError: if the function raises anything but a LightRLError, whose message already names its source.
         ValueError: if the result is not a tensor for each output, with a row for each trajectory, or is not finite on
-            tokens of the loss, for example because the function read rewards, which are NaN until they are known.
+            loss tokens, for example because the function read rewards, which are NaN until they are known.
     """
     assert call.run is not None
     try:
@@ -278,7 +278,7 @@ def _function_outputs(
         raise
     except Exception as error:  # the user's function may raise anything
         raise TrainingError(
-            f"The function of model call {call.name!r} raised {type(error).__name__}: {error}"
+            f"The function for model call {call.name!r} raised {type(error).__name__}: {error}"
         ) from error
     outputs = result if isinstance(result, Mapping) else {call.outputs[0]: result} if len(call.outputs) == 1 else {}
     if set(outputs) != set(call.outputs):
@@ -302,16 +302,16 @@ def _function_outputs(
     return {name: value.detach() for name, value in outputs.items()}
 
 
-WAIT_S = 1.0  # seconds between calls of `on_wait`
+WAIT_S = 1.0  # seconds between calls to `on_wait`
 
 _Results = Mapping[str, Any]
 
 
 @dataclass
 class CallRun:
-    """Runs the infer calls of a graph; `finish` returns the state with their results added.
+    """Runs the infer calls in a graph; `finish` returns the state with their results added.
 
-    Calls of the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
+    Calls to the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
     which adds the result and starts the calls that were waiting for it. If a call misses its deadline, the error names
     it and its thread, a daemon, is abandoned.
 

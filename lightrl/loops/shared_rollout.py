@@ -1,4 +1,4 @@
-"""SharedRollout: gives every rank the groups, drops, progress and errors of rank 0's rollout controller.
+"""SharedRollout: gives every rank the groups, drops, progress and errors from rank 0's rollout controller.
 
 Texts stay on rank 0. Other ranks get a summary of each trajectory and, from sharing.py, the tokens they work on.
 
@@ -37,7 +37,7 @@ _Groups = TypeVar("_Groups", bound=Sequence[Group])
 
 
 class _OnOtherRanks:
-    """Base of prompts and trajectories on ranks other than 0; explains why an attribute is missing there."""
+    """Base class for prompts and trajectories on ranks other than 0; explains why an attribute is missing there."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copying looks these up before the fields are set
@@ -217,7 +217,7 @@ class SharedRollout:
         self._remote_version = weight_version
 
     def commit(self) -> None:
-        """Local: forgets the groups of the last `take`, which have been trained on."""
+        """Local: forgets the groups from the last `take`, which have been trained on."""
         if self.controller is not None:
             self.controller.commit()
 
@@ -304,10 +304,10 @@ class SharedRollout:
 
     @contextlib.contextmanager
     def _errors_to_all(self) -> Iterator[None]:
-        """If rank 0 raises an error inside the context, sends it to the other ranks, so that they raise it too."""
+        """If rank 0 raises an error inside the context, sends it to the other ranks, so that they also raise it."""
         try:
             yield
-        except BaseException as error:  # the other ranks raise it too
+        except BaseException as error:  # the other ranks also raise it
             names = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
             text = json.dumps([(names or [type(error).__name__])[0], str(error)]).encode()
             is_stop = isinstance(error, KeyboardInterrupt | SIGTERMException)

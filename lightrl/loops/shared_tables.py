@@ -1,4 +1,4 @@
-"""Shares the images of an Experience: each image is sent once to every rank that works on a row with it."""
+"""Shares the images in an Experience: each image is sent once to every rank that works on a row with it."""
 
 from __future__ import annotations
 

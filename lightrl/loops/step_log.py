@@ -147,7 +147,7 @@ def _name_file(error: OSError) -> None:
         place = Path(logger.log_dir) / logger.experiment.NAME_METRICS_FILE
         raise OSError(
             f"Metrics could not be written to {place}: {write_problem(error, place)}. Free some space, or set a "
-            "different default_root_dir or save_dir of the logger."
+            "different default_root_dir or the logger's save_dir."
         ) from cause_to_show(error)
 
 

@@ -1,6 +1,6 @@
 """The update phase: one optimizer step per minibatch, with the loss reduced over all its microbatches.
 
-The loss is divided by token or trajectory counts of the whole minibatch, so gradients do not depend on the division
+The loss is divided by token or trajectory counts for the whole minibatch, so gradients do not depend on the division
 into microbatches. Metrics do not depend on the division into microbatches, minibatches and ranks either.
 
 A metric is a mean, over loss tokens if it is [B, T] and over trajectories with loss tokens if it is [B]. A pair of

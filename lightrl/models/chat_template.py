@@ -55,7 +55,7 @@ _RUN_START = "LIGHTRL_RUN_START"
 
 KEEP_HISTORY = (
     "Set data.chat_template to a Jinja file that renders each message the same way at every position: the model's own "
-    "template without the part that removes thinking, or one that the package trl ships for training, such as "
+    "template without the part that removes thinking, or one that the trl package ships for training, such as "
     "trl/chat_templates/qwen3_training.jinja."
 )
 
@@ -63,7 +63,7 @@ KEEP_HISTORY = (
 def set_chat_template(
     tokenizer: PreTrainedTokenizerBase, template: str | None, arguments: Mapping[str, object] | None = None
 ) -> None:
-    """Sets the tokenizer's chat template with these arguments as its defaults, so exports contain them too.
+    """Sets the tokenizer's chat template with these arguments as its defaults, so exports also contain them.
 
     Args:
         template: a Jinja file or the template itself; None keeps the current one.
@@ -140,12 +140,12 @@ class ChatTemplate:
                 row_tools = json.loads(row_tools)
         if not isinstance(kwargs, Mapping):
             raise ValueError(
-                "The column 'chat_template_kwargs' must be a dict of the chat template's arguments, for example "
+                "The 'chat_template_kwargs' column must be a dict of the chat template's arguments, for example "
                 f"{{'enable_thinking': False}}, got {kwargs!r:.100}."
             )
         if row_tools and not (isinstance(row_tools, list) and all(isinstance(tool, Mapping) for tool in row_tools)):
             raise ValueError(
-                f"The column 'tools' must be a list of JSON schemas for the chat template, got {row_tools!r:.100}. "
+                f"The 'tools' column must be a list of JSON schemas for the chat template, got {row_tools!r:.100}. "
                 "Rename it if it is meant for the reward."
             )
         arguments = {name: value for name, value in kwargs.items() if value is not None}  # Parquet fills in None
@@ -211,7 +211,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _with_image_frames(self, text: str) -> str:
-        """Replaces the single token that Gemma 3's template writes per image with all tokens that the model reads."""
+        """Expands the one token per image that Gemma 3's template writes into all the tokens that the model reads."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text
@@ -382,13 +382,13 @@ def _one_of(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, names)) or "(?!)")
 
 
-def _marked(value: Any, typed: re.Pattern[str]) -> Any:
-    """Returns the value with a mark inside each match of `typed` in its strings."""
+def _marked(value: Any, special_tokens: re.Pattern[str]) -> Any:
+    """Returns the value with MARK inside each special token in its strings, so that it is encoded as text."""
     if isinstance(value, str):
-        return typed.sub(lambda name: name[0][0] + MARK + name[0][1:], value)
+        return special_tokens.sub(lambda match: match[0][0] + MARK + match[0][1:], value)
     if isinstance(value, Mapping):
-        return {_marked(key, typed): _marked(item, typed) for key, item in value.items()}
-    return [_marked(item, typed) for item in value] if isinstance(value, list) else value
+        return {_marked(key, special_tokens): _marked(item, special_tokens) for key, item in value.items()}
+    return [_marked(item, special_tokens) for item in value] if isinstance(value, list) else value
 
 
 def opened(text: str) -> str:

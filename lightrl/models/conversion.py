@@ -32,7 +32,7 @@ Names = Literal["module", "checkpoint"]
 
 _RULES = "lightrl_conversions"  # the attribute of a model that holds its conversion rules
 NEEDED = "5.23"  # the oldest release of transformers that works
-# Undocumented functions and classes of transformers that lightrl uses, by module.
+# Undocumented functions and classes in transformers that lightrl uses, by module.
 SEMI_PRIVATE = {
     "transformers.conversion_mapping": ("get_model_conversion_mapping",),
     "transformers.core_model_loading": (

@@ -4,7 +4,7 @@
     a MoE block           router, experts 0 and 1            router, experts 2 and 3
     its forward           tokens ── all-to-all ── experts ── all-to-all ── weighted sum, on the token's rank
 
-Ranks have different tokens; each rank's backward computes the gradient of its experts for the tokens of all ranks.
+Ranks have different tokens; each rank's backward computes the gradient of its experts for the tokens from all ranks.
 transformers' semi-private code moves the tokens; conversion.py lists what lightrl imports from it.
 """
 

@@ -48,7 +48,7 @@ SUPPORTED = (
     "siglip_vision_model"
 )
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # no EPS, because reading it would run Ghostscript
-_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories of a group read the same images
+_CACHE_BYTES = 256 * 2**20  # limit for cached pixel values; all trajectories in a group read the same images
 
 
 class ImageTable(NamedTuple):
@@ -118,7 +118,7 @@ class ImageReader:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ImageReader | None:
-        """Makes the reader for a model of this config; None if the model accepts only token ids.
+        """Makes the reader for a model with this config; None if the model accepts only token ids.
 
         The image processor comes from the checkpoint. If the checkpoint has none, images are scaled to the tower's
         size, except for models with grids.
@@ -258,7 +258,7 @@ def vision_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirecti
 
 
 def auto_model(config: PretrainedConfig) -> Any:
-    """Returns the auto class for a language model of this config, with its image tower even if only text is used."""
+    """Returns the auto class for a language model with this config, with its image tower even if only text is used."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     has_tower = hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
@@ -300,7 +300,7 @@ def read_with_pillow(image: str, read: Callable[[Image], _T]) -> _T:
             return read(opened)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
-            f"Image {image[:80]!r} cannot be read ({error}). It must be the path of an image or a data: URL with "
+            f"Image {image[:80]!r} cannot be read ({error}). It must be the path to an image or a data: URL with "
             f"base64: {', '.join(_FORMATS)}."
         ) from error
 
@@ -315,7 +315,7 @@ def data_url(image: str | bytes | Image) -> str:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
         image = buffer.getvalue()
-    return "data:image/png;base64," + base64.b64encode(image).decode()
+    return "data:image/png;base64," + base64.b64encode(image).decode()  # Pillow detects the real format
 
 
 def self_contained(answer: Any) -> Any:
@@ -333,7 +333,7 @@ def self_contained(answer: Any) -> Any:
 
 
 def refusal(num_images: int) -> str:
-    """Returns the error message for images in a prompt of a text-only policy."""
+    """Returns the error message for images in a text-only policy's prompt."""
     return (
         f"Got {count_text(num_images, 'image')}, but the policy accepts only token ids. Use one of {SUPPORTED}, or "
         "leave the images out."
@@ -368,7 +368,7 @@ def image_inputs(
     collective, so a rank without images runs it on a blank image and multiplies the features by 0.
 
     Args:
-        token_ids: [B, T], with all image tokens of the prompts.
+        token_ids: [B, T], with all image tokens in the prompts.
         images: the images of these rows.
         positions: rows and columns [N] of the tokens to concatenate into one row; None keeps the rows separate.
 
@@ -386,7 +386,7 @@ def image_inputs(
 
     config, kind = model.config, vision_kind(model.config)
     if kind is None or not hasattr(model.base_model, "get_image_features"):
-        raise ValueError(f"{type(model).__name__} cannot read the images of the prompts. Use one of {SUPPORTED}.")
+        raise ValueError(f"{type(model).__name__} cannot read the images in the prompts. Use one of {SUPPORTED}.")
     embeddings = model.get_input_embeddings()(token_ids)
     images, device = images.shown(), embeddings.device
     is_blank = not len(images.image_grids)

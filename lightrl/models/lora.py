@@ -233,7 +233,7 @@ class LoRA(Tuning):
         return ".lora_A." in name or ".lora_B." in name
 
     def added_values(self, seed: int) -> Callable[[str, torch.Size], Tensor]:
-        """Returns a function that reads the folder `adapter`, or makes new values: B is 0, A is like a new `nn.Linear`.
+        """Returns a function that reads the `adapter` folder, or makes new values: B is 0, A is like a new `nn.Linear`.
 
         New values depend only on the seed and the name, so any process can make any of them.
         """
@@ -320,7 +320,7 @@ class LoRA(Tuning):
     def served_form(self, model: PreTrainedModel, num_versions: int) -> ServedForm:
         if any(hasattr(module, "parameter_name") for module in model.modules() if hasattr(module, "lora_A")):
             raise ValueError(
-                "engine.adapters='served' cannot serve adapters of lora.target_parameters. Set engine.adapters to "
+                "engine.adapters='served' cannot serve adapters for lora.target_parameters. Set engine.adapters to "
                 "merged, or remove lora.target_parameters."
             )
         downs = (name for name in self.sources(model, "added") if ".lora_A." in name)

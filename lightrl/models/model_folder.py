@@ -111,7 +111,7 @@ class ModelDescription:
             f"the class {self.model_class}": not _OF_TRANSFORMERS.fullmatch(self.model_class),
             f"the tokenizer function {function}": function is not None,
             "trust_remote_code": base is not None and base.trust_remote_code,
-            "options of from_pretrained": base is not None and bool(base.options),
+            "options for from_pretrained": base is not None and bool(base.options),
         }
         return [name for name in is_used if is_used[name]]
 
@@ -145,7 +145,7 @@ class ModelDescription:
         """Raises ValueError if other tools would load a different model from the added weights that `save` writes."""
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and all(map(tuning.adds, tensors)) and _OF_TRANSFORMERS.fullmatch(self.model_class):
-            tuning.check_saved(self._without_weights(), tensors, config, name)  # builds only a class of transformers
+            tuning.check_saved(self._without_weights(), tensors, config, name)  # builds only a class from transformers
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
         """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
@@ -231,7 +231,7 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     """Saves the model; if SGLang expects the scalar head to have a bias, also writes a zero bias in a separate file.
 
     transformers' Qwen2 and Qwen3 heads have no bias, and transformers warns about one in the model's own file. SGLang
-    reads all files of a folder without an index, and initializes a missing bias randomly.
+    reads all files in a folder without an index, and initializes a missing bias randomly.
     """
     from safetensors.torch import save_file
 
@@ -351,7 +351,7 @@ def parse_descriptions(saved: Any, checkpoint: Path) -> dict[str, ModelDescripti
             different = sorted(fields.keys() - parameters.keys() | required - fields.keys())
             if different:
                 raise ValueError(
-                    f"Checkpoint {str(checkpoint)!r} was saved by another release of lightrl: the field "
+                    f"Checkpoint {str(checkpoint)!r} was saved by a different release of lightrl: the field "
                     f"{different[0]!r} of the {role}'s {kind.__name__} differs from this release. Export it with the "
                     "release that saved it, or resume its run with this one and export the next checkpoint."
                 )

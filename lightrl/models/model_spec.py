@@ -106,7 +106,7 @@ def check_outputs(config: PretrainedConfig, source: str) -> None:
         if getattr(part, "output_router_logits", False):
             raise ValueError(
                 f"{source} has output_router_logits=true, which requests the MoE load-balancing loss. Set it to false "
-                "in the model's config, and add the callback ExpertBalance."
+                "in the model's config, and add the ExpertBalance callback."
             )
         if getattr(part, "return_dict", True) is False:
             raise ValueError(f"{source} has return_dict=false, but outputs are read by name. Set it to true.")
@@ -157,14 +157,14 @@ class ModelSpec:
         config: the model's config, with `model_type`, to start from random weights instead of a `path`.
         url: the SGLang server that runs the model, instead of a `path`: for a teacher, a reference policy or a reward
             model with the policy's vocabulary. The environment's LIGHTRL_SERVER_TOKEN is its token.
-        tokenizer: a hub name, a local folder, or the dotted path of a function that returns one; `path` if None. In
+        tokenizer: a hub name, a local folder, or the dotted path to a function that returns one; `path` if None. In
             Python, also a tokenizer or a function: the tokenizer is saved in ~/.cache/lightrl, and this field becomes
             its folder, which other processes, checkpoints and exports can load.
         dtype: type of the weights, such as `float32` or `bfloat16`; None means float32, which mixed precision expects.
         attn_implementation: as in transformers; None means its default.
-        seed: the seed of random weights with `config`; None means the seed of `seed_everything`.
+        seed: the seed for random weights with `config`; None means the seed from `seed_everything`.
         trust_remote_code: run Python code from the model's hub repository. Enable it only if you trust the owner.
-        options: other arguments of `from_pretrained` for reading weights: key_mapping, use_safetensors, variant and
+        options: other arguments to `from_pretrained` for reading weights: key_mapping, use_safetensors, variant and
             weights_only. Everything else has a setting, or belongs in the model's folder.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model with one number per position,
             loaded with `AutoModelForSequenceClassification`. If the checkpoint has no such head, it starts at 0.
@@ -194,7 +194,7 @@ class ModelSpec:
         if "" in (self.path, self.url, self.tokenizer):
             raise ValueError(f"A model's path, url or tokenizer must not be empty, got {self!r:.200}.")
         if self.config is not None and self.tokenizer is None:
-            raise ValueError("A model with config needs a tokenizer too. Set tokenizer.")
+            raise ValueError("A model with a config also needs a tokenizer. Set tokenizer.")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
@@ -204,7 +204,7 @@ class ModelSpec:
             raise ValueError(
                 f"options may only have {', '.join(_OPTIONS)}, and only with path, got {invalid[0]!r}, which some "
                 "strategies and tokenizers would ignore. Use the model's dtype, attn_implementation or "
-                "trust_remote_code, or the trainer's devices; for other files of the repository, run `hf download … "
+                "trust_remote_code, or the trainer's devices; for other files in the repository, run `hf download … "
                 "--local-dir FOLDER` and set path to that folder."
             )
         if self.path is not None and _looks_local(self.path) and not Path(self.path).is_dir():
@@ -220,7 +220,7 @@ class ModelSpec:
 
     @property
     def random_seed(self) -> int:
-        """The seed for weights that are not in a checkpoint: `seed`, or the seed of `seed_everything`."""
+        """The seed for weights that are not in a checkpoint: `seed`, or the seed from `seed_everything`."""
         return global_seed() if self.seed is None else self.seed
 
     def load_config(self) -> PretrainedConfig:
@@ -424,7 +424,7 @@ def _looks_local(path: str) -> bool:
 
 
 def names_function(tokenizer: str) -> bool:
-    """Whether this is the dotted path of a function, not a folder or a hub name (owner/name)."""
+    """Whether this is the dotted path to a function, not a folder or a hub name (owner/name)."""
     return "." in tokenizer and not Path(tokenizer).exists() and all(map(str.isidentifier, tokenizer.split(".")))
 
 
@@ -439,7 +439,7 @@ def _import_function(name: str) -> Callable[[], object] | None:
         if error.name and not f"{module}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"tokenizer={name!r} must be the dotted path of a function, a hub name with its owner (owner/name), or a "
+            f"tokenizer={name!r} must be the dotted path to a function, a hub name with its owner (owner/name), or a "
             f"folder, but there is no module {error.name!r}. Fix the name, or start lightrl in the module's folder."
         ) from error
     make: Callable[[], object] | None = getattr(imported, attribute, None)

@@ -1,4 +1,4 @@
-"""The optimizer of an RLModule: parameter groups by role, and a learning-rate schedule over iterations."""
+"""The optimizer for an RLModule: parameter groups by role, and a learning-rate schedule over iterations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parameter_groups(
     Args:
         module: has each role's model as an attribute.
         roles: the trained roles, the policy first.
-        lr: learning rate of roles that do not set one; None means the optimizer's.
+        lr: learning rate for roles that do not set one; None means the optimizer's.
     """
     trained = [item for item in module.parameters() if item.requires_grad]
     groups: list[dict[str, Any]] = []

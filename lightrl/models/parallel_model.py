@@ -1,4 +1,4 @@
-"""ParallelModel, the operations of a strategy on a role's model, and Outputs, the results."""
+"""ParallelModel, a strategy's operations on a role's model, and Outputs, the results."""
 
 from __future__ import annotations
 

@@ -51,11 +51,11 @@ class RoleMesh:
         if num == 0 or self.first_rank + num > world_size:
             raise ValueError(
                 f"A role's mesh of first_rank={self.first_rank}, num_ranks={self.num_ranks} does not fit ranks 0 to "
-                f"{world_size - 1} of this run. Change it, or increase trainer.devices or trainer.num_nodes."
+                f"{world_size - 1} in this run. Change it, or increase trainer.devices or trainer.num_nodes."
             )
         if num % (self.pp * self.tp):
             raise ValueError(
-                f"num_ranks of a role's mesh must be a multiple of pp * tp = {self.pp * self.tp}, got {num}. Change "
+                f"num_ranks in a role's mesh must be a multiple of pp * tp = {self.pp * self.tp}, got {num}. Change "
                 "num_ranks, pp or tp."
             )
         return range(self.first_rank, self.first_rank + num)

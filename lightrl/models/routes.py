@@ -46,9 +46,9 @@ log = logging.getLogger(__name__)
 _TOPK: Any = {torch.topk, torch.Tensor.topk}
 _ROUTED = "lightrl_routed"  # attribute of a block whose forward is wrapped; other code may wrap it again
 _MASKS: Any = {torch.masked_fill, torch.Tensor.masked_fill}
-_OFF = "Set record_routes of the engine to false."
+_OFF = "Set the engine's record_routes to false."
 _SAME_MODEL = "Let the engine serve the trainer's model, or set its record_routes to false."
-NOT_COMPILED = "Compiled layers cannot replay routes. Omit compile_layers, or set record_routes of the engine to false."
+NOT_COMPILED = "Compiled layers cannot replay routes. Omit compile_layers, or set the engine's record_routes to false."
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RouteLayout:
         return cls(indices, text.num_hidden_layers, num_experts(next(iter(blocks.values()))))
 
     def encode(self, experts: np.ndarray[Any, np.dtype[Any]]) -> TokenArray[int]:
-        """Encodes expert ids [N, num_layers, k], with ids for dense layers too; an id below 0 is unknown.
+        """Encodes expert ids [N, num_layers, k], including ids for dense layers; an id below 0 is unknown.
 
         Raises:
             ValueError: if the model has no such expert.
@@ -119,12 +119,12 @@ def route_encoders(
     without = [url for url, columns in columns_of.items() if ROUTES.name not in columns]
     if without and record_routes:
         raise ValueError(
-            f"record_routes is true, but {without[0]} does not return the experts of tokens. Start it "
+            f"record_routes is true, but {without[0]} does not return tokens' experts. Start it "
             "with enable_return_routed_experts, or omit record_routes."
         )
     if without:
         log.warning(
-            "The trainer's router chooses the experts of each token, since %s does not return them. It "
+            "The trainer's router chooses each token's experts, since %s does not return them. It "
             "returns them if it is started with enable_return_routed_experts.",
             without[0],
         )

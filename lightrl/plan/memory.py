@@ -111,7 +111,7 @@ class PlannedRun:
     longest: int  # tokens in the longest trajectory
     prompt_source: str = "data.max_prompt_tokens"
     max_staleness: int = 0
-    num_scores: int = 0  # float32 numbers per token, in addition to those of the rollout
+    num_scores: int = 0  # float32 numbers per token, in addition to the rollout's
     is_mixed: bool = False  # bfloat16 or float16 under autocast
     checkpoint_activations: bool = False
     reduce_every_microbatch: bool = False

@@ -57,7 +57,7 @@ class TrainerSettings:
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> TrainerSettings:
-        """Reads the section `trainer`, whose objects are already built."""
+        """Reads the `trainer` section, whose objects are already built."""
         accelerator = section.get("accelerator") or "auto"
         is_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         count = section.get("devices")
@@ -332,5 +332,5 @@ def _num_scores(module: RLModule) -> int:
     outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large
-    sampled = 3 * module.sampling.topk_logprobs  # behavior_topk_ids, which are int64 too, and behavior_topk_logprobs
+    sampled = 3 * module.sampling.topk_logprobs  # behavior_topk_ids, which are also int64, and behavior_topk_logprobs
     return sum(listed.get(key, 1) for key in outputs) + sampled + len(module.advantage_keys)

@@ -6,8 +6,8 @@ Reading order:
     supervisor.py    batches, deadlines, spare workers, and which call is at fault
     pool.py          RewardPool: functions by dotted path, in processes that can be killed
     worker.py        the process that imports and calls the function
-    hook.py          RewardHook: calls a function in a thread; RewardWorker: the protocol of pool and hook
-    evaluation.py    reward, accuracy and pass@k of groups
+    hook.py          RewardHook: calls a function in a thread; RewardWorker: the protocol for pool and hook
+    evaluation.py    reward, accuracy and pass@k per group
     replay.py        FailureLog, which writes failed trajectories; replay, which recomputes their rewards
     references.py    references with several accepted answers; checks all references before the run
 Reward functions:

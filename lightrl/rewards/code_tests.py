@@ -1,14 +1,14 @@
 """code_tests: checks whether the Python program in a completion passes its prompt's tests, each run in a Sandbox.
 
-The prompt's field `tests`, a list or its JSON text, has three kinds of entries:
+The prompt's `tests` field, a list or its JSON text, has three kinds of entries:
 
     {"stdin": "1 2\\n", "stdout": "3\\n"}                              input and output, as text or as lists of lines
     {"function": "add", "arguments": [1, 2], "expected": 3}          a call, with arguments in order or by name; the
                                                                      value is compared outside the sandbox
     "assert add(1, 2) == 3"                                          statements to run after the program, as in MBPP
 
-The tests of APPS and TACO (`input_output`) and of LiveCodeBench (`public_test_cases` and the compressed
-`private_test_cases`; the function's name is in the column `metadata`) need no conversion. Tests call a function of the
+The tests in APPS and TACO (`input_output`) and in LiveCodeBench (`public_test_cases` and the compressed
+`private_test_cases`; the function's name is in the `metadata` column) need no conversion. Tests call a function in the
 program or a method of its class `Solution`; code under `if __name__ == "__main__":` runs only for tests with `stdin`.
 
 Each test runs in a separate process, so no test sees what another left behind. A program never sees an expected output
@@ -88,19 +88,19 @@ def code_tests(
     tolerance: float = 0.0,
     sandbox: str = "lightrl.rewards.sandbox.LocalSandbox",
 ) -> dict[str, float | str]:
-    """Checks whether the program in the completion passes the tests of its prompt.
+    """Checks whether the program in the completion passes its prompt's tests.
 
     The program is the last fenced Python block that does more than show how to use an earlier one. If no block is
     marked as Python, it is the last unmarked block that is not just output; without a fence, the whole completion.
 
     Args:
-        trajectory: its prompt must have the field `tests`, described at the top of this file.
+        trajectory: its prompt must have a `tests` field, described at the top of this file.
         partial_credit: whether the reward is the fraction of tests passed, instead of 1 if all pass and 0 otherwise.
-        cpu_s, wall_s, memory_mib: limits of one test, see `Limits`.
+        cpu_s, wall_s, memory_mib: limits for one test, see `Limits`.
         total_s: tests that would start later than this count as `time_limit`; keep it below the reward's timeout,
             which drops the trajectory.
         tolerance: absolute and relative tolerance for numbers.
-        sandbox: dotted path of a Sandbox class.
+        sandbox: dotted path to a Sandbox class.
 
     Returns:
         `reward`; `accuracy`: 1 if all tests pass; `passed_fraction`; `wrong_answer`, `runtime_error`, `time_limit`,
@@ -262,7 +262,7 @@ def _tests_of(trajectory: Trajectory) -> Sequence[Test]:
         return _read_tests(tests, fields)
     except (ValueError, TypeError, LookupError, AttributeError, EOFError, pickle.PickleError, zlib.error) as error:
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} needs tests in its field 'tests', got {tests!r:.99}: {error}. Its fields "
+            f"Prompt {trajectory.prompt.id!r} needs tests in its 'tests' field, got {tests!r:.99}: {error}. Its fields "
             f"are {sorted(fields)}. lightrl/rewards/code_tests.py lists the accepted formats."
         ) from error
 
@@ -297,7 +297,7 @@ def _read_test(test: Any, fields: JsonMapping) -> Test:
         metadata = fields.get("metadata")
         name = name or (json.loads(metadata) if isinstance(metadata, str) else metadata or {}).get("func_name")
         if name is None:
-            raise ValueError("a functional test needs its function's name as func_name in the column 'metadata'")
+            raise ValueError("a functional test needs its function's name as func_name in the 'metadata' column")
         return _call(name, [_from_json(line) for line in given.get("input", "").splitlines()], [_from_json(output)])
     # `given` omits null values, but null is allowed as `expected`
     if name is not None and "expected" in test and given.keys() <= {"function", "fn_name", "arguments", "expected"}:

@@ -1,7 +1,7 @@
-"""Metrics of validation and test: reward, accuracy, pass@k, lengths, and the reward function's other numbers.
+"""Validation and test metrics: reward, accuracy, pass@k, lengths, and the reward function's other numbers.
 
-Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced over ranks. This is the
-only file of the package that imports torch; workers do not import it.
+Each is a torchmetrics.Metric over all batches. Every rank has all groups, so nothing is reduced across ranks. This is
+the only file in the package that imports torch; workers do not import it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightrl.trajectory import Group
 
 @dataclass(eq=False)
 class Evaluation:
-    """The metrics of a validation or test; Lightning computes and resets them at the end."""
+    """The metrics for a validation or test; Lightning computes and resets them at the end."""
 
     group_size: int  # requested completions per prompt; more than 1 adds pass@k
     _metrics: dict[tuple[str, str], Metric] = field(default_factory=dict)  # (part, name) → metric

@@ -36,7 +36,7 @@ class RewardHook(Supervisor[Trajectory]):
 
     Args:
         function: takes a Trajectory; returns what RewardPool's functions return; may be async.
-        timeout_s: deadline of one call in seconds. A thread that misses it is abandoned; only the first is logged.
+        timeout_s: deadline for one call, in seconds. A thread that misses it is abandoned; only the first is logged.
     """
 
     def __init__(self, function: RewardFunction, *, timeout_s: float = 30.0) -> None:
@@ -145,8 +145,8 @@ def make_reward_worker(
     """Returns a RewardPool if another process can import the reward, or else a RewardHook, which uses only `timeout_s`.
 
     Args:
-        reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions of the
-            main script run in this process.
+        reward: `package.module.function`, RewardParts, or a callable; methods, lambdas, closures and functions from
+            the main script run in this process.
         workers, timeout_s, search_paths, memory_limit_mib, recycle_after: as in RewardPool.
     """
     if not isinstance(reward, str | RewardPart | Sequence):

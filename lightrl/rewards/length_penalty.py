@@ -27,10 +27,10 @@ class OverlongPenalty:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        check_bounds(1, **{"buffer_tokens of the overlong penalty": self.buffer_tokens})
+        check_bounds(1, **{"buffer_tokens in the overlong penalty": self.buffer_tokens})
         if not self.factor >= 0:
             raise ValueError(
-                f"factor of the overlong penalty must be >= 0, got {self.factor}: it is subtracted from the reward."
+                f"factor in the overlong penalty must be >= 0, got {self.factor}: it is subtracted from the reward."
             )
 
     @overload
@@ -50,7 +50,7 @@ class OverlongPenalty:
         """
         if self.buffer_tokens > max_tokens:
             raise ValueError(
-                f"buffer_tokens={self.buffer_tokens} of the overlong penalty must be at most the length limit of "
+                f"buffer_tokens={self.buffer_tokens} in the overlong penalty must be at most the length limit of "
                 f"{count_text(max_tokens, 'token')}."
             )
         over = num_tokens - (max_tokens - self.buffer_tokens)

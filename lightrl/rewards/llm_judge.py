@@ -72,13 +72,13 @@ class LLMJudge:
         criteria: the data column with each row's list of `{name: ..., description: ..., weight: 1}`. With {criteria} in
             the rubric, one answer scores all criteria, each in a line `name: score` or a table row; with {criterion},
             each criterion is a separate request. The reward is the weighted mean of the scores, scaled to [0, 1]; each
-            scaled score is a metric. If the score of a criterion cannot be read, the trajectory is dropped.
+            scaled score is a metric. If the score for a criterion cannot be read, the trajectory is dropped.
         score_range: the scores that become the rewards 0 and 1; a score outside this range is an error.
         api_key_variable: the environment variable that contains the key; if it is not set, no key is sent.
         max_concurrent: maximum number of simultaneous requests per process.
         deadline_s: time for one trajectory, including all attempts; keep it below the reward's timeout.
-        temperature, max_tokens: arguments of the request; None omits them, for models that refuse them.
-        request: additional arguments of the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
+        temperature, max_tokens: arguments for the request; None omits them, for models that refuse them.
+        request: additional arguments for the request, such as `{max_completion_tokens: 2048, reasoning_effort: low}`.
         cache_size: number of scores to keep in memory.
         first_wait_s: pause before the second attempt; it doubles each time.
     """
@@ -268,12 +268,12 @@ class LLMJudge:
             raise OSError(repr(error)) from error
         except (ValueError, RecursionError) as error:
             size = f"has more than {_MAX_ANSWER_BYTES >> 20} MiB" if content is None else f"is not JSON: {error}"
-            raise RewardError(f"The answer of the LLM judge at {self._url} {size}. Check the url.") from error
+            raise RewardError(f"The answer from the LLM judge at {self._url} {size}. Check the url.") from error
         try:
             return 200, answer["choices"][0]["message"]["content"] or "", 0.0
         except (KeyError, IndexError, TypeError) as error:
             raise RewardError(
-                f"The answer of the LLM judge at {self._url} has no message in its choices: {answer!r:.280}. "
+                f"The answer from the LLM judge at {self._url} has no message in its choices: {answer!r:.280}. "
                 "Check the url."
             ) from error
 

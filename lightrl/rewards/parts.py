@@ -1,4 +1,4 @@
-"""RewardPart: a reward function with arguments and a weight; the reward of several parts is their weighted sum.
+"""RewardPart: a reward function with arguments and a weight; the reward from several parts is their weighted sum.
 
     reward:                                       # in YAML
       - {path: lightrl.rewards.math_answer, name: math, arguments: {format_reward: 0.2}}
@@ -103,7 +103,7 @@ def check_takes_trajectory(function: Callable[..., object], name: str) -> Reward
     except TypeError as error:
         raise ValueError(
             f"reward={name!r} is called with only a Trajectory, but its signature is {signature}: {error}. Give its "
-            "other parameters defaults, or set them as `arguments` of the reward."
+            "other parameters defaults, or set them as the reward's `arguments`."
         ) from error
     return function
 

@@ -53,8 +53,8 @@ class RewardPool(Supervisor[bytes]):
             Trajectory, may be async, and returns a number, or a dict with `reward` and other named numbers, or with
             `rewards`, one number for each token.
         workers: number of processes; one is enough for an async function.
-        timeout_s: deadline of one call in seconds; a process that misses it is killed.
-        startup_timeout_s: deadline for importing the function's module in seconds.
+        timeout_s: deadline for one call, in seconds; a process that misses it is killed.
+        startup_timeout_s: deadline for importing the function's module, in seconds.
         search_paths: folders to put before this process's import path in the workers.
         memory_limit_mib: limit on the data of each process and each of its children; a call that needs more fails
             with reason `killed` and its process is replaced. None for no limit. Not enforced on macOS.
@@ -96,7 +96,7 @@ class RewardPool(Supervisor[bytes]):
         try:
             prompt = trajectory.prompt
             encoded_prompt, encoded = self._prompts.get(id(prompt), (None, b""))
-            if encoded_prompt is not prompt:  # encode it once: the trajectories of a group share the prompt
+            if encoded_prompt is not prompt:  # encode it once: the trajectories in a group share the prompt
                 encoded = encode_json(prompt)
                 if len(self._prompts) >= _MAX_PROMPTS:
                     del self._prompts[next(iter(self._prompts))]

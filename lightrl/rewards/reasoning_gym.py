@@ -1,4 +1,4 @@
-"""Rows of reasoning-gym's data sets, and the reward for them; needs `pip install reasoning-gym`.
+"""Rows from reasoning-gym's data sets, and the reward for them; needs `pip install reasoning-gym`.
 
     data:
       class_path: PromptDataModule
@@ -32,7 +32,7 @@ _FIELD = "reasoning_gym"  # the column that records where an entry comes from
 def rows(
     split: str = "train", *, datasets: Sequence[str] | Mapping[str, JsonObject], size: int = 500, seed: int = 0
 ) -> Iterator[JsonObject]:
-    """Yields a row of each data set in turn, with `question`, `answer` (one correct answer) and `dataset`.
+    """Yields a row from each data set in turn, with `question`, `answer` (one correct answer) and `dataset`.
 
     Entry i of a data set depends only on its seed + i, so each split and seed has a separate range of entries.
 

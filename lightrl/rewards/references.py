@@ -19,7 +19,7 @@ Compared = dict[str, float | str | None]
 
 
 def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
-    """Allows the prompt's field `answer`, the reference, to be a list of accepted answers; the best result counts.
+    """Allows the prompt's `answer` field, the reference, to be a list of accepted answers; the best result counts.
 
     Tuples, sets and NumPy arrays count as lists.
 
@@ -35,8 +35,8 @@ def any_answer(function: Callable[..., Compared]) -> Callable[..., Compared]:
         answers = [*map(chat_as_text, listed)] if isinstance(listed, list | tuple | Set) else [listed]
         if not answers or not all(map(_is_comparable, answers)):
             raise ValueError(
-                f"Prompt {prompt.id!r} has a reference that no completion can equal: {reference!r:.200}. Its field "
-                "'answer' must be text, a number, or a list of these. To select a value in an object, use its path: "
+                f"Prompt {prompt.id!r} has a reference that no completion can equal: {reference!r:.200}. Its 'answer' "
+                "field must be text, a number, or a list of these. To select a value in an object, use its path: "
                 "columns: {answer: reward_model.ground_truth}."
             )
         if answers[0] is reference:

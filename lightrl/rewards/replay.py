@@ -1,7 +1,7 @@
 """FailureLog: writes the trajectories on which a reward or an agent failed; replay: recomputes their rewards.
 
 Each line is one failure: {"reason": "timeout", "message": "...", ..., "trajectory": {...}, "texts": {...}}. `replay`
-also reads the files of the trajectory log, whose lines contain trajectories too.
+also reads the trajectory log's files, whose lines also contain trajectories.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_CHARS = 4000  # maximum characters of a text in a line; the problem log tru
 
 
 class FailureLog:
-    """Writes trajectories with failed rewards to a file, and those of failed workflows to `failed_rollouts.jsonl`.
+    """Writes trajectories with failed rewards to a file, and failed workflows' trajectories to `failed_rollouts.jsonl`.
 
     Args:
         path: the JSONL file to append to; its folder is created at the first failure.
@@ -68,7 +68,7 @@ class FailureLog:
 
 @dataclass(frozen=True)
 class ReplayRow:
-    """The result of several calls of a reward on one trajectory."""
+    """The result of several calls to a reward on one trajectory."""
 
     prompt: str
     completion: str
@@ -93,10 +93,10 @@ def replay(
     search_paths: Sequence[str] = (),
     decode: Callable[[list[int]], str] | None = None,
 ) -> list[ReplayRow]:
-    """Computes the reward of trajectories, for example from a JSONL file.
+    """Computes trajectories' rewards, for example from a JSONL file.
 
     Args:
-        source: a file of failed rewards or of the trajectory log, or trajectories.
+        source: a file of failed rewards or from the trajectory log, or trajectories.
         reward, timeout_s, memory_limit_mib, search_paths: as in `make_reward_worker`.
         num: use only the first `num` trajectories; None for all.
         repeats: calls per trajectory, in sequence, for accurate latencies; at least 2 to test for determinism.

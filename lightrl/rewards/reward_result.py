@@ -50,7 +50,7 @@ class RewardResult:
 
         Args:
             value: a number; a dict with `reward` (a number) or `rewards` (T numbers), optionally `extracted` (text or
-                None), and other named numbers; or a RewardResult (checked too: it may come from a worker).
+                None), and other named numbers; or a RewardResult (also checked: it may come from a worker).
             trajectory: the function's argument.
 
         Raises:
@@ -114,7 +114,7 @@ class Runner:
     function: RewardFunction
     _: KW_ONLY
     name: str  # the function's name in messages, for example its dotted path
-    timeout_s: float  # deadline of one async call in seconds
+    timeout_s: float  # deadline for one async call, in seconds
 
     def __post_init__(self) -> None:
         self.runs_together = is_async(self.function)
@@ -219,7 +219,7 @@ def timeout_error(name: str, timeout_s: float, stack: str, trajectory: Trajector
 
 
 def killed_error(name: str, how: str, trajectory: Trajectory) -> RewardError:
-    return RewardError(f"The worker of reward function {name} died on {label(trajectory)}: {how}.", reason="killed")
+    return RewardError(f"The worker for reward function {name} died on {label(trajectory)}: {how}.", reason="killed")
 
 
 def label(trajectory: Trajectory) -> str:
@@ -255,7 +255,7 @@ def _checked_number(value: Any, what: str, trajectory: Trajectory, largest: floa
 
 
 def _numbers(values: Any, trajectory: Trajectory) -> list[float]:
-    if hasattr(values, "tolist"):  # an array of numpy or torch
+    if hasattr(values, "tolist"):  # a numpy or torch array
         values = values.tolist()
     num_tokens = len(trajectory.token_ids)
     is_list = type(values) is list and len(values) == num_tokens

@@ -3,7 +3,7 @@
 A worker is a process (pool.py) or a thread (hook.py). Each has one supervising thread (SupervisedWorker), which starts
 it, sends it batches of waiting calls (CallQueue), receives outcomes, and replaces it if it hangs or dies.
 
-Which call is at fault: a sync function runs one trajectory after another, so the first unfinished trajectory of the
+Which call is at fault: a sync function runs one trajectory after another, so the first unfinished trajectory in the
 batch is at fault, and the others wait for the next worker. An async function runs the whole batch concurrently; if its
 worker hangs or dies, each unfinished trajectory is tried once more in a separate batch.
 """
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.1  # how often a waiting supervising thread checks whether the supervisor was closed
 _ASYNC_GRACE_S = 1.0  # a worker cancels overdue async calls itself; it is stopped only if that fails
-_GATHER_S = 0.001  # outcomes of a batch that arrive within this time are delivered together
-_MAX_TOGETHER = 64  # calls of an async function that run at the same time
+_GATHER_S = 0.001  # outcomes from a batch that arrive within this time are delivered together
+_MAX_TOGETHER = 64  # calls to an async function that run at the same time
 _MAX_BATCH = 256
 _BATCH_S = 0.05  # target duration of a batch: slow calls are sent one by one, fast calls in large batches
 _MAX_BATCH_BYTES = 1 << 20
@@ -54,7 +54,7 @@ class Worker(Protocol[RequestIn]):
 
     @property
     def runs_together(self) -> bool:
-        """Whether the rewards of a batch are computed at the same time."""
+        """Whether the rewards in a batch are computed at the same time."""
         ...
 
     def is_ready(self, wait_s: float) -> bool:
@@ -311,8 +311,8 @@ class Supervisor(ABC, Generic[Request]):
         name: the reward function's name, for messages.
         make_worker: returns a new worker, which is still starting.
         workers: the number of workers.
-        timeout_s: deadline of one call in seconds, from the moment it starts to run.
-        startup_timeout_s: deadline of `Worker.is_ready` in seconds.
+        timeout_s: deadline for one call, in seconds, from the moment it starts to run.
+        startup_timeout_s: deadline for `Worker.is_ready`, in seconds.
         recycle_after: calls after which a worker is replaced as soon as its successor is ready; None for never.
     """
 
@@ -361,14 +361,14 @@ class Supervisor(ABC, Generic[Request]):
     def close(self) -> None:
         """Stops all workers within seconds; pending calls raise RewardError. Safe to call twice."""
         with self._lock:  # no thread starts afterwards
-            self.calls.refuse(f"The workers of reward function {self.name} were closed.")
+            self.calls.refuse(f"The workers for reward function {self.name} were closed.")
             threads = list(self._threads)
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_TIMEOUT_S)
 
     def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[asyncio.Future[RewardResult]]:
-        """Returns one future of the running loop per trajectory; each waits for a worker, then for the function.
+        """Returns one future on the running loop per trajectory; each waits for a worker, then for the function.
 
         A future is done at most `timeout_s` after its call starts to run. If it is cancelled, a waiting call is
         discarded; a running call finishes and its outcome is ignored.
@@ -378,7 +378,7 @@ class Supervisor(ABC, Generic[Request]):
                 `timeout` or `killed` (also after `close`).
         """
         if not self._threads:
-            raise RuntimeError(f"Call start() of reward function {self.name} before compute_rewards().")
+            raise RuntimeError(f"Call start() on reward function {self.name} before compute_rewards().")
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[RewardResult]] = []
         calls = []

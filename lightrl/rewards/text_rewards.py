@@ -78,7 +78,7 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
 
     Args:
         schema: a JSON Schema for all prompts, of draft 2020-12 unless its `$schema` names another; each `$ref` must
-            point to a part of the schema itself. None uses each prompt's field `schema`.
+            point to a part of the schema itself. None uses each prompt's `schema` field.
 
     Returns:
         `reward`: 1 if it is valid against the schema, else 0; `is_json`: 1 if it is JSON; `extracted`, the parsed text.
@@ -89,8 +89,8 @@ def json_schema(trajectory: Trajectory, *, schema: Mapping[str, object] | None =
     source = schema if schema is not None else trajectory.prompt.fields.get("schema")
     if not isinstance(source, str | Mapping):
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} has no JSON schema, got {source!r:.99}. Pass the argument `schema`, or "
-            "add a field 'schema' to the data."
+            f"Prompt {trajectory.prompt.id!r} has no JSON schema, got {source!r:.99}. Pass the `schema` argument, or "
+            "add a 'schema' field to the data."
         )
     is_valid = _schema_check(source if isinstance(source, str) else json.dumps(source))
     answer = trajectory.answer

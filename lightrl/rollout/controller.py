@@ -79,7 +79,7 @@ class RolloutController:
     Args:
         engine, reward_worker: must have been started; rewards are computed while other trajectories are generated.
         settings: group and batch sizes, limits, and rules for dropping groups.
-        sampling: settings of training rollouts; the controller sets the seed of each generation.
+        sampling: settings for training rollouts; the controller sets the seed of each generation.
         run_seed: together with position, sample and turn, determines everything that is sampled.
         prompts: the prompt stream; None if only `evaluate` is used.
         failures: the log of trajectories with a failed reward.
@@ -162,7 +162,7 @@ class RolloutController:
         self._wait_for(self._rewards.wait_for(groups, wait.count), wait, on_wait)
 
     def commit(self) -> None:
-        """Forgets the groups of the last `take`, which have been trained on."""
+        """Forgets the groups from the last `take`, which have been trained on."""
         self._thread.call(_as_coroutine(self._scheduler.commit))
 
     def load_weights(self, buckets: Iterable[Bucket], *, weight_version: int) -> None:
@@ -352,7 +352,7 @@ class RolloutController:
         if self._is_open() and self._scheduler.may_start(version):
             if self._ahead.lacks(self._scheduler.startable(version), self._scheduler.max_new(version), self.run_seed):
                 return
-            # Off-policy runs promise no order, and an admission batch would pause running groups.
+            # Off-policy runs do not guarantee an order, and an admission batch would pause running groups.
             async with self._admission.batch() if self.settings.max_staleness == 0 else contextlib.nullcontext():
                 if self._is_open():  # check again, because pausing the engine took time
                     self._start_groups()
@@ -396,7 +396,7 @@ class RolloutController:
         on_done: Callable[[int, Trajectory | None], None],
         defers_rewards: bool = False,
     ) -> None:
-        """Runs samples of a group and waits for their rewards unless they are deferred. A cancellation stops both.
+        """Runs samples in a group and waits for their rewards unless they are deferred. A cancellation stops both.
 
         Calls `on_done` with each sample's number and trajectory; the trajectory is None if it was dropped.
         """
@@ -432,7 +432,7 @@ class RolloutController:
             self._rewards.cancel(rewards)
 
     def _report(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> None:
-        """Reports to the scheduler that a trajectory of a running group is done; None means that it was dropped."""
+        """Reports to the scheduler that a trajectory in a running group is done; None means that it was dropped."""
         group = running.group
         if self._scheduler.running.get(group.id) is not running:
             return  # the group was given up in this event-loop tick

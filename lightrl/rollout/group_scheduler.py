@@ -3,8 +3,8 @@
 Notation: v is the current weight version, η is `max_staleness`, and P is `groups_per_iteration`. A group's version is
 the version of its oldest token. For a running group, a lower bound is used: the weight version at the group's start.
 
-By default, a group may start once it is among the next (η + 1)·P groups of the prompt stream. Each iteration moves this
-window by P groups. A batch is the first P kept groups of the stream, even if it must wait for a slow group. So at most
+By default, a group may start once it is among the next (η + 1)·P groups in the prompt stream. Each iteration moves this
+window by P groups. A batch is the first P kept groups in the stream, even if it must wait for a slow group. So at most
 (η + 1)·P - 1 groups precede a group when it starts, and it is trained on at most η versions later. How long a group
 takes has no effect on which batch it is in, so fast groups are not preferred.
 
@@ -116,7 +116,7 @@ class RolloutSettings:
         group_filter: decides from the rewards which groups to drop, and why; a new prompt replaces each dropped group.
         max_dropped_groups: the run ends if more groups than this are dropped per P kept groups, by the filter, as
             incomplete, or because every trajectory failed; None means 10·P.
-        incomplete_groups: if some trajectories of a group fail, `train` on the rest, `resample` the whole group with
+        incomplete_groups: if some trajectories in a group fail, `train` on the rest, `resample` the whole group with
             new seeds (at most three times), or `drop` it for a new prompt.
         oversample_fraction: number of extra groups to start, as a fraction of P. Groups in flight that would delay a
             batch are given up, and the rest are kept for later batches; on-policy, all groups in flight are given up.
@@ -210,7 +210,7 @@ class DropCounter:
         self._drops.append(self.last)
 
     def count_thrown_away(self, trajectories: Iterable[Trajectory]) -> None:
-        """Adds the finished trajectories of a dropped group to the sums since the start."""
+        """Adds the finished trajectories in a dropped group to the sums since the start."""
         for trajectory in trajectories:
             self.thrown_away["thrown_away_trajectories"] += 1
             self.thrown_away["thrown_away_tokens"] += trajectory.num_loss_tokens
@@ -221,7 +221,7 @@ class DropCounter:
         self.drop(f"reward_{error.reason}" if isinstance(error, RewardError) else "rollout", str(error), prompt)
 
     def count_trajectory(self, num_expected: float, *, is_failed: bool) -> None:
-        """Counts a finished trajectory; raises RolloutError if too many trajectories of an iteration have failed."""
+        """Counts a finished trajectory; raises RolloutError if too many trajectories in an iteration have failed."""
         self._num_done += 1
         self._num_failed += is_failed
         if is_failed:
@@ -229,7 +229,7 @@ class DropCounter:
             self._check_failed(self._num_failed, total, "since the last batch was taken")
 
     def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if so many trajectories of a validation batch failed that the mean would mislead."""
+        """Raises RolloutError if so many trajectories in a validation batch failed that the mean would mislead."""
         self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
 
     def _check_failed(self, num_failed: int, total: int, when: str) -> None:
@@ -299,7 +299,7 @@ class GroupScheduler:
           ▲                 │ resampled                │ too old          │ not committed: finished again
           └─────────────────┴──────────────────────────┘
 
-    Once queued, a position of the prompt stream is in exactly one of these states until it is trained on or dropped.
+    Once queued, a position in the prompt stream is in exactly one of these states until it is trained on or dropped.
     """
 
     def __init__(self, settings: RolloutSettings) -> None:
@@ -362,7 +362,7 @@ class GroupScheduler:
         return max(0, self._num_admissible(weight_version, max_concurrent) - len(self._queued) - len(self._again))
 
     def queue(self, position: int) -> None:
-        """Adds a position of the prompt stream to the queue, which is in stream order."""
+        """Adds a position in the prompt stream to the queue, which is in stream order."""
         bisect.insort(self._queued, position)
 
     def startable(self, weight_version: int) -> list[int]:
@@ -389,7 +389,7 @@ class GroupScheduler:
         return num_admissible(self.settings, weight_version, len(self.running), accepted, max_concurrent)
 
     def record(self, running: RunningGroup, sample: int, trajectory: Trajectory | None) -> bool:
-        """Records a finished trajectory of a running group, None if dropped; raises RolloutError if too many failed.
+        """Records a finished trajectory in a running group, None if dropped; raises RolloutError if too many failed.
 
         Returns whether the caller must now call `settle`: all trajectories are done, and the group is not resampled.
         """
@@ -424,7 +424,7 @@ class GroupScheduler:
         num, size = len(group.trajectories), self.settings.size_of(group.prompt)
         reason: tuple[str, str] | None = None
         if num == 0:
-            reason = "failed", f"Every trajectory of group {group.id} failed: {self.counter.last.message}"
+            reason = "failed", f"Every trajectory in group {group.id} failed: {self.counter.last.message}"
         elif num < size and self.settings.incomplete_groups != "train":
             reason = "incomplete", f"Group {group.id} has only {num} of {size} trajectories."
         elif self.settings.group_filter is not None:
@@ -483,12 +483,12 @@ class GroupScheduler:
         return batch
 
     def commit(self) -> None:
-        """Forgets the groups of the last `take`, which have been trained on."""
+        """Forgets the groups from the last `take`, which have been trained on."""
         self.num_consumed += len(self.taken)
         self.taken = []
 
     def _drop(self, group_id: int, reason: str, message: str) -> None:
-        """Removes a running or finished group and drops those of its trajectories that are not dropped yet."""
+        """Removes a running or finished group and drops its trajectories that are not dropped yet."""
         if group_id in self.running:
             running = self.running.pop(group_id)
             num_failed = sum(trajectory is None for trajectory in running.results.values())

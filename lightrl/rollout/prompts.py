@@ -1,4 +1,4 @@
-"""PromptCursor chooses the stream's next prompt, a Curriculum skips prompts, PromptsAhead makes prompts in advance."""
+"""PromptCursor chooses the stream's next prompt, Curriculum skips prompts, and PromptsAhead makes them in advance."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prompts(Protocol):
         return True
 
     def prepare(self, first: int, num: int) -> None:
-        """Makes the prompts of these positions; called in a thread."""
+        """Makes the prompts at these positions; called in a thread."""
         return
 
     def state_dict(self, position: int) -> State | None:
@@ -54,14 +54,14 @@ class Prompts(Protocol):
 class Curriculum(Protocol):
     """Decides from past success how often to roll out a prompt. Called on the event loop, so it must be fast.
 
-    It may have a method `success_rate(prompt_id)`, for metrics: past success from 0 to 1, or None for a new prompt.
+    It may have a `success_rate(prompt_id)` method, for metrics: past success from 0 to 1, or None for a new prompt.
     """
 
     def weight(self, prompt_id: str) -> float:
         """Returns the probability, 0 to 1, of running this prompt when its turn comes; 1 for a new prompt."""
 
     def observe(self, prompt_id: str, success_rate: float) -> None:
-        """Records the mean accuracy, 0 to 1, of a group of this prompt; also called for dropped groups."""
+        """Records the mean accuracy, 0 to 1, of a group for this prompt; also called for dropped groups."""
 
     def state_dict(self) -> State:
         """Returns a copy of everything that `weight` depends on, in plain Python."""
@@ -89,7 +89,7 @@ class PromptCursor:
     def at(self, position: int) -> Prompt | None:
         """Returns the prompt at a position; raises RolloutError if the stream raises."""
         assert self.prompts is not None
-        with named_user_code(f"Prompt {position} of the stream"):
+        with named_user_code(f"Prompt {position} in the stream"):
             return self.prompts[position]
 
     def choose(self, run_seed: int) -> int:

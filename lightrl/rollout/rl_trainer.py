@@ -67,7 +67,7 @@ class RLTrainer(L.Trainer):
         return nullcontext()
 
     def rl_hooks(self, name: str, module: L.LightningModule | None = None) -> Iterator[Callable[..., Any]]:
-        """Yields the hook of each callback that defines it, then the module's; None is the running module."""
+        """Yields each callback's hook, if it defines one, then the module's; None is the running module."""
         raise NotImplementedError
 
     def call_rl_hook(self, name: str, *args: object) -> None:
@@ -75,5 +75,5 @@ class RLTrainer(L.Trainer):
         raise NotImplementedError
 
     def rewarded_groups(self, batch: object) -> list[Group]:
-        """Rolls out the prompts of a validation, test or predict batch, and computes rewards."""
+        """Rolls out the prompts in a validation, test or predict batch, and computes rewards."""
         raise NotImplementedError

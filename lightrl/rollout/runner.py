@@ -168,7 +168,7 @@ class TrajectoryRunner:
 
 @dataclass(eq=False)
 class _GroupGenerate:
-    """Calls the policy for the trajectories of one group; see `GroupGenerate`."""
+    """Calls the policy for the trajectories in one group; see `GroupGenerate`."""
 
     engine: RolloutEngine
     in_flight: InFlightCompletions
@@ -408,7 +408,7 @@ class Rewards:
         if error is None:
             result.result().apply_to(trajectory)
             if lacking := sorted({*self.metrics} - trajectory.metrics.keys()):
-                problem = f"The reward of a trajectory of prompt {trajectory.prompt.id!r} lacks {lacking}; it has"
+                problem = f"The reward of a trajectory for prompt {trajectory.prompt.id!r} lacks {lacking}; it has"
                 error = RewardError(f"{problem} {sorted(trajectory.metrics)}. Return all of them.", reason="invalid")
         if isinstance(error, RewardError | RolloutError):
             self.drops.drop_failed(error, trajectory.prompt)

@@ -125,7 +125,7 @@ class WorkflowPool:
     async def run_group(
         self, prompt: Prompt, samples: Sequence[int], sampling: Sampling, run_seed: int, seed_name: str
     ) -> AsyncGenerator[GroupResult, None]:
-        """Yields the results of `TrajectoryRunner.run_group` in the workers; a cancellation stops it there too.
+        """Yields the results of `TrajectoryRunner.run_group` in the workers; a cancellation also stops it there.
 
         If workers die `MAX_DEATHS` times while they run a sample, the sample fails with a RolloutError.
         """
@@ -193,7 +193,7 @@ class WorkflowPool:
             await asyncio.wait(answers)
 
     def post(self) -> list[asyncio.Future[Any]]:
-        """Sends the leader's state to every worker; returns futures of their acknowledgements."""
+        """Sends the leader's state to every worker; returns futures for their acknowledgements."""
         state = self._leader.state()
         answers = []
         for worker in self._workers:
@@ -282,7 +282,7 @@ class WorkflowPool:
             case int(key), int(sample), bytes() | RolloutError() | RewardError() as result:
                 prompt, samples, _ = worker.runs.get(key, (Prompt("given up", token_ids=[]), {sample}, None))
                 if sample not in samples:
-                    raise BadMessage(f"an unrequested result of sample {sample} of prompt {prompt.id!r}")
+                    raise BadMessage(f"an unrequested result of sample {sample} for prompt {prompt.id!r}")
                 done = self._trajectory(result, prompt) if isinstance(result, bytes) else result
                 worker.num_done += 1
                 worker.on_result(key, sample, done)
@@ -296,7 +296,7 @@ class WorkflowPool:
                 raise TypeError(f"metrics={trajectory.metrics!r:.100}")
             return trajectory
         except Exception as error:  # a decoder may raise anything
-            raise BadMessage(f"an invalid trajectory of prompt {prompt.id!r} ({error!r})") from error
+            raise BadMessage(f"an invalid trajectory for prompt {prompt.id!r} ({error!r})") from error
 
     async def _beat(self) -> None:
         """Posts to the workers every second, and kills those that hang."""
@@ -327,7 +327,7 @@ async def _end(child: ChildProcess) -> int:
     """Waits for a worker to exit after its channel was closed, kills it after END_S, and returns its exit code."""
     try:
         await child.ended(END_S)
-    finally:  # a closing controller cancels this task too, and again while it waits here
+    finally:  # a closing controller also cancels this task, and again while it waits here
         child.ask_to_end(0.0)
         try:
             await child.ended(END_S)
@@ -347,7 +347,7 @@ def _check_copyable(workflow: Workflow, num: int) -> None:
         ) from error
     if b"__main__" in data:
         raise ValueError(
-            f"workflow_workers={num}: {name} uses a class or function of the main script, which other processes cannot "
+            f"workflow_workers={num}: {name} uses a class or function in the main script, which other processes cannot "
             "import. Move it to a separate module, or set workflow_workers to 0."
         )
 

@@ -84,7 +84,7 @@ class WorkflowWorker:
         await asyncio.wait([*running, asyncio.ensure_future(self._engine.close())], timeout=END_S)
 
     def _start(self, key: int, started: State | None, *run: Any) -> None:
-        """Starts samples of a group; `started` is their state from a checkpoint, or None in validation."""
+        """Starts samples in a group; `started` is their state from a checkpoint, or None in validation."""
         if started is not None:
             self._runner.in_flight.take_over(run[-1], started)
         task = self._running[key] = self._tasks.spawn(self._run_group(key, *run))

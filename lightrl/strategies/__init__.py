@@ -5,7 +5,7 @@ Reading order:
     head.py              the output head: which logprobs it computes, and how
     layouts/             ways to run a microbatch through a model without padding
     checkpoint/          checkpoints, written completely or not at all, and read without running code
-    ranks/               the processes of a run, their communication, and the detection of failures
+    ranks/               a run's processes, their communication, and failure detection
     sharded_experience/  an iteration's trajectories, distributed over all ranks
     fsdp2.py             FSDP2Strategy: sharded models; offload.py: activations and optimizer state in host memory
     fsdp2_model.py       a sharded model

@@ -79,7 +79,7 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Shards every role's model, trained or not, over all ranks or over its `Role.mesh`. The Trainer sets precision and
     gradient clipping. `bf16-mixed` is autocast as in one process, with float32 shards and hidden states. Layers are
-    gathered in bfloat16, so norm weights are rounded too. `bf16-true` keeps everything in bfloat16.
+    gathered in bfloat16, so norm weights are also rounded. `bf16-true` keeps everything in bfloat16.
 
     Args:
         num_replicas: number of copies of the model, each sharded over `world size / num_replicas` ranks (hybrid
@@ -181,7 +181,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         experts = {f"experts of the {name}": num_split_experts(spec.load_config()) for name, spec in specs.items()}
         _check_divides("ep", self.ep, {**ranks, **experts})
         if experts and not any(experts.values()):
-            raise ValueError(f"ep={self.ep} divides experts, but no model of this run has any. Set ep to 1.")
+            raise ValueError(f"ep={self.ep} divides experts, but no model in this run has any. Set ep to 1.")
 
     def _check_cp(self, module: L.LightningModule | None, numbers: dict[str, int], tp: int = 1) -> None:
         roles = planned_roles(module)

@@ -23,7 +23,7 @@ from lightrl.models import Candidates
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    """The engine's changes to logits before sampling, which the trainer must make too."""
+    """The engine's changes to logits before sampling, which the trainer must also make."""
 
     temperature: float = 1.0
     min_new_tokens: int = 0

@@ -39,7 +39,7 @@ def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) 
 
 
 def named_strategy(strategy: Strategy | str) -> Strategy | str:
-    """Returns lightrl's strategy of this name, or a name known to Lightning; raises ValueError for other names."""
+    """Returns lightrl's strategy with this name, or a name known to Lightning; raises ValueError for other names."""
     if not isinstance(strategy, str):
         return strategy
     ours = [name for name in lightrl.__all__ if name.endswith("Strategy")]

@@ -68,7 +68,7 @@ def _call_in_float32(router: torch.nn.Module, forward: Callable[..., Any], hidde
 
 def _call_in_autocast_dtype(experts: torch.nn.Module, forward: Callable[..., Any], hidden: Tensor, *others: Any) -> Any:
     device = hidden.device.type
-    is_peft_wrapper = hasattr(experts, "base_layer")  # the wrapper has parameters too
+    is_peft_wrapper = hasattr(experts, "base_layer")  # the wrapper also has parameters
     if not torch.is_autocast_enabled(device) or is_peft_wrapper:
         return forward(hidden, *others)
     dtype = torch.get_autocast_dtype(device)

@@ -82,7 +82,7 @@ States = tuple[Tensor, Tensor, Tensor]
 
 
 class SingleModel:
-    """A Hugging Face causal language model as the ParallelModel of one process.
+    """A Hugging Face causal language model as the ParallelModel for one process.
 
     A microbatch goes through the model with little or no padding, in one of several forms with the same results. On the
     CPU, rows of similar length form right-padded rectangles, or share the states of common prefixes if that is cheaper.
@@ -180,7 +180,7 @@ class SingleModel:
 
     def _outputs(self, experience: Experience, candidates: Candidates = 0) -> Outputs:
         """Runs the forward pass; returns the head's results, [B, T] or [B, T, K], 0 outside the loss mask."""
-        experience, join = branch_rows(experience)
+        experience, join = branch_rows(experience)  # `join` maps the rows' outputs back to trees
         candidates = candidates if isinstance(candidates, int) else topk_candidates(experience)
         parts = [
             {"rows": rows, "columns": columns, **self._head_outputs(experience, rows, columns, states, candidates)}
@@ -192,7 +192,7 @@ class SingleModel:
         rows, columns, shape = results.pop("rows"), results.pop("columns"), experience.token_ids.shape
         results = {name: aligned_to_tokens(value, rows, columns, shape) for name, value in results.items()}
         group = self.context_group
-        if group is not None and self.packs_all([experience]):  # otherwise each rank has all rows
+        if group is not None and self.packs_all([experience]):  # each rank has part of a row; otherwise all rows
             results = {name: Total.apply(value, group) for name, value in results.items()}  # type: ignore[no-untyped-call]
         return join(Outputs(**results))
 
@@ -219,7 +219,7 @@ class SingleModel:
         return can_share and not self.replays(experience) and not self._is_whole(experience)
 
     def choose(self, experience: Experience) -> tuple[str, Plan]:
-        """Returns the form for this microbatch, by default the cheapest, and its Plan."""
+        """Returns this microbatch's form and Plan; by default packed if possible on a GPU, otherwise the cheapest."""
         if self.form == "rectangles" or self._is_whole(experience):
             return "rectangles", []
         on_cpu = experience.token_ids.device.type == "cpu"

@@ -1,8 +1,8 @@
 """Helpers for testing your own code: a policy of a few thousand parameters, and made-up trajectories and groups.
 
 `tiny_policy` has one token per character (`char_tokenizer`); `QUIET` has settings for a silent trainer.
-`lightrl.FakeEngine` is the engine for such tests; docs/test-your-code.md shows how to use them. This package may import
-everything up to engines; nothing in lightrl imports it.
+`lightrl.FakeEngine` is the engine for these tests; docs/test-your-code.md shows how to use them. This package may
+import everything up to engines; nothing in lightrl imports it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_policy(**options: Any) -> ModelSpec:
-    """Returns a Qwen3 policy with the same random weights each time; `options` are arguments of ModelSpec."""
+    """Returns a Qwen3 policy with the same random weights each time; `options` are arguments to ModelSpec."""
     return ModelSpec(**{"config": TINY_CONFIG, "tokenizer": "lightrl.testing.char_tokenizer", "seed": 0, **options})
 
 
@@ -62,7 +62,7 @@ def make_trajectory(
     versions: Sequence[int] | None = None,
     **others: Any,
 ) -> Trajectory:
-    """Makes a trajectory of one turn. `versions` has one weight version per completion token; by default all are 0."""
+    """Makes a one-turn trajectory. `versions` has one weight version per completion token; by default all are 0."""
     num = len(completion_ids)
     return Trajectory(
         prompt=Prompt(id=f"prompt-{group_id}", token_ids=list(prompt_ids), fields=dict(fields or {})),
@@ -80,7 +80,7 @@ def make_trajectory(
 
 
 def make_groups(rewards: Sequence[Sequence[float]], **settings: Any) -> list[Group]:
-    """Makes one group per row of rewards; `settings` are arguments of `make_trajectory`."""
+    """Makes one group per row of rewards; `settings` are arguments to `make_trajectory`."""
     groups = []
     for group_id, row in enumerate(rewards):
         trajectories = [

@@ -1,7 +1,7 @@
 """Spans: `span` measures a block, and records it while a trace is open. Also reads the memory of process and host.
 
 A span reads the clock twice and, while a trace is open, appends an event, in less than a microsecond. It may contain an
-`await`. Times are `time.perf_counter_ns`, which is one clock for all processes of a machine.
+`await`. Times are `time.perf_counter_ns`, which is one clock for all processes on a machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Event(NamedTuple):
 
 
 class Tape:
-    """Collects the events of this process, from all threads, until `take` removes them."""
+    """Collects the events in this process, from all threads, until `take` removes them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -125,7 +125,7 @@ def in_microbatch_spans(
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Returns the trace files of all processes; the `.before` file of a process comes before its other file."""
+    """Returns the trace files of all processes; a process's `.before` file comes before its other file."""
     return sorted(folder.glob("rank-*.json"), key=lambda path: (path.name[:10], "before" not in path.name))
 
 

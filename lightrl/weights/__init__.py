@@ -10,7 +10,7 @@ Reading order:
     broadcast.py      a process group that contains the trainer and the servers
     shared_memory.py  passes a bucket to servers on the same host
 
-An engine in the same process needs no transport. engines/servers/sync/server_sync.py sends the requests of a transfer.
+An engine in the same process needs no transport. engines/servers/sync/server_sync.py sends the requests for a transfer.
 
 May import: errors, checks, concurrency, trace, trajectory, experience, functional. To add a transport, put its sender
 here. A sender accepts buckets one by one, and holds at most one more in memory. The requests to servers go into

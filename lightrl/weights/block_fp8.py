@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 SCALE = "_scale_inv"  # the suffix of a weight's scales
-# `quantization_config` in the config.json of such checkpoints.
+# `quantization_config` in the config.json of these checkpoints.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",

@@ -185,7 +185,7 @@ def checksum(bits: Bits | bytes) -> int:
 
 
 def version_digest(run: str, weight_version: int, checksums: Mapping[str, Sequence[int]]) -> str:
-    """Returns a digest that identifies a version of a run by its content.
+    """Returns a digest that identifies a version in a run by its content.
 
     Args:
         run: the run's random id, so that two runs never have the same digest.

@@ -54,7 +54,7 @@ class NotTheBase(DeltaError):
 
 @dataclass(frozen=True)
 class Version:
-    """A weight version of a run; `digest` is its `version_digest`."""
+    """A weight version in a run; `digest` is its `version_digest`."""
 
     run: str
     weight_version: int
@@ -148,7 +148,7 @@ class DeltaFolder:
             self._apply_parts(parts, version)
             self._remove("undo")
             (incoming / _STATE_FILE).write_text(json.dumps(asdict(previous)))
-            incoming.rename(self.root / "undo")
+            incoming.rename(self.root / "undo")  # applied backward, these parts restore `previous`
         else:
             self._map_files(incoming)
             (incoming / "config.json").write_text(json.dumps(config, indent=2))

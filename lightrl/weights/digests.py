@@ -155,7 +155,7 @@ class Digests:
             try:
                 future.result(self._timeout_s)
             except FutureTimeout as error:
-                raise WeightSyncError(f"the digests of a bucket took longer than {self._timeout_s:g} s") from error
+                raise WeightSyncError(f"a bucket's digests took longer than {self._timeout_s:g} s") from error
 
     def finish(self) -> dict[ServerLayout, RankDigests]:
         """Returns the version's digests by layout; stops the threads."""
@@ -194,7 +194,7 @@ class Digests:
                     digests[rank][OUTPUT_HEAD] = digest  # some servers hold a copy of a tied head
 
     def _shard(self, name: str, index: int, part: Tensor, rank: int, layout: ServerLayout) -> Tensor:
-        """Returns `rank`'s shard of a part, padded with zeros as on servers, or the whole part if it is replicated."""
+        """Returns `rank`'s shard of part `index` of a fused parameter, padded as on servers; or a replicated part."""
         *_, module, kind = ("", *name.split("."))
         num = layout.num_ranks
         if module == "embed_tokens" and self._config.model_type == "gemma3_text":
@@ -212,7 +212,7 @@ class Digests:
             dim = 0 if module == "gate_up_proj" or kind == "w13_weight" else 1
             size = _padded(part.shape[dim], CPU_PADDING * num) if layout.is_padded else part.shape[dim]
             num = num // layout.ep if module == "experts" else num
-            return _cut(part, dim, size, num, rank % num)
+            return _cut(part, dim, size, num, rank % num)  # the rank's index in its ep group
         if module == "o_proj" and kind == "weight":
             return _cut(part, 1, part.shape[1], num, rank)
         return part

@@ -158,7 +158,7 @@ class VersionWriter:
             if num_bytes != file.num_bytes:
                 raise WeightSyncError(
                     f"{file.path!r} has {num_bytes} bytes, but the rank that wrote it reported {file.num_bytes}. The "
-                    "folder must be shared by all hosts of the trainer. The servers keep the old weights."
+                    "folder must be shared by all the trainer's hosts. The servers keep the old weights."
                 )
             self._place.mkdir(exist_ok=True)
             path.rename(self._place / path.name)
@@ -225,9 +225,9 @@ def _disk_error(error: OSError, root: Path, weight_version: int, num_bytes: int)
     after = f"after {num_bytes / 2**20:.0f} MiB"
     if is_disk_full(error):
         return WeightSyncError(
-            f"The disk of {str(root)!r} is full: writing weight version {weight_version} failed {after}. The folder "
-            "needs space for 3 versions of the model. The servers keep the old weights. Free space there, or set "
-            "a different weight_folder."
+            f"The disk that holds {str(root)!r} is full: writing weight version {weight_version} failed {after}. "
+            "The folder needs space for 3 versions of the model. The servers keep the old weights. Free space there, "
+            "or set a different weight_folder."
         )
     return WeightSyncError(
         f"Writing weight version {weight_version} to {str(root)!r} failed {after}: {error}. The servers keep the old "
@@ -254,7 +254,7 @@ class SharedFolder:
 class ShareWriter:
     """Writes this rank's buckets to files. The export is collective, so a failure does not raise: `record` reports it.
 
-    The constructor removes this rank's files of earlier versions.
+    The constructor removes this rank's files from earlier versions.
     """
 
     def __init__(self, folder: SharedFolder, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""MultiAgent: an episode of several named agents that the policy plays; it becomes one trajectory with a row per agent.
+"""MultiAgent: an episode with several named agents, played by the policy; becomes one trajectory, with a row per agent.
 
     reset(prompt) ─► (agent, observation) ─► that agent's turn ─► step(completion) ─► (next agent, observation) ─► …
 
@@ -49,8 +49,8 @@ Seat = Callable[[str, Sequence[str]], str | None]  # chooses the opponent's role
 class AgentEnvironment(Environment):
     """An environment in which several agents take turns. As with Environment, each trajectory gets a new instance.
 
-    `agents` lists their names, such as `("x", "o")`. Several agents of one role are named `solver/0`, `solver/1`, ….
-    For simultaneous moves, ask the agents one after the other, and reveal no move until all have moved.
+    `agents` lists their names, such as `("x", "o")`. Several agents with the same role are named `solver/0`,
+    `solver/1`, …. For simultaneous moves, ask the agents one after the other, and reveal no move until all have moved.
     """
 
     agents: Sequence[str] = ()
@@ -78,22 +78,22 @@ class _Seat(NamedTuple):
 class MultiAgent(Workflow):
     """Runs an episode in which agents take turns. The policy plays all of them, unless SelfPlay adds an opponent.
 
-    The trajectory has the column `agents`, and rewards per token: an agent's reward is on the last token of its turn.
-    Use the reward `lightrl.rewards.environment_reward`: the trajectory's reward is the sum over the agents that the
+    The trajectory has the `agents` column, and rewards per token: an agent's reward is on the last token of its turn.
+    Use the `lightrl.rewards.environment_reward` reward: the trajectory's reward is the sum over the agents that the
     policy plays (0 in a zero-sum game without an opponent), and each role's mean is logged as `rollout/reward_<role>`.
-    GRPO then compares an agent with the same agent in the other trajectories of its group, and agents of one role with
-    each other within their episode. No trajectory contains an opponent's tokens.
+    GRPO then compares an agent with the same agent in the other trajectories in its group, and agents with the same
+    role with each other within their episode. No trajectory contains an opponent's tokens.
 
     Source: self-play with role-conditioned advantages, SPIRAL, https://arxiv.org/abs/2506.24119.
 
     Args:
         tokenizer: the policy's tokenizer.
         environment: a class, or a function without arguments, that makes a new AgentEnvironment for each episode.
-        max_turns: maximum number of turns of all agents together.
+        max_turns: maximum number of turns for all agents together.
         max_tokens: maximum number of tokens in one agent's conversation; by default, the model's context.
         truncated_reward: the reward of a turn that was cut off, which ends the episode.
-        time_limit_s: time limit of one episode; an episode that exceeds it is dropped.
-        step_timeout_s: deadline of one call to the environment.
+        time_limit_s: time limit for one episode; an episode that exceeds it is dropped.
+        step_timeout_s: deadline for one call to the environment.
     """
 
     has_agents = True  # the algorithm needs a baseline for each agent
@@ -143,7 +143,7 @@ class MultiAgent(Workflow):
             try:
                 await call_environment(environment, "close", timeout_s=self.step_timeout_s)
             except RolloutError as error:
-                log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
+                log.warning("Closing the environment for prompt %r failed: %s", prompt.id, error)
 
     async def _play(self, environment: AgentEnvironment, prompt: Prompt, generate: Generate) -> Trajectory:
         name, turn_log = type(environment).__name__, getattr(generate, "turn_log", None)
@@ -218,7 +218,7 @@ class MultiAgent(Workflow):
             if not seat.is_opponent:
                 parts.append((_with_agent(seat.conversation, environment.agents, agent), seat.rewards))
         if not parts:
-            raise RolloutError(f"The policy had no turn in the episode of prompt {prompt.id!r}.")
+            raise RolloutError(f"The policy had no turn in the episode for prompt {prompt.id!r}.")
         whole, rewards = parts[0][0], list(parts[0][1])
         for conversation, more in parts[1:]:
             whole.add_branch(conversation, 0, -1)
@@ -247,7 +247,7 @@ def _role(agent: str) -> str:
 
 
 def _with_agent(conversation: Conversation, roles: Sequence[str], agent: str) -> Conversation:
-    """Adds the column `agents` to a conversation, and returns it."""
+    """Adds the `agents` column to a conversation, and returns it."""
     copy = agent.partition("/")[2]
     code = list(roles).index(_role(agent)) * COPIES + (int(copy) if copy else 0)
     runs: list[tuple[int, int]] = []

@@ -40,7 +40,7 @@ class _Session(ToolServer):
         """Returns the data of the server's answer. RolloutErrors have no cause, because the policy is not at fault."""
         if self._is_late:
             raise RolloutError(
-                f"The OpenEnv server {self.url} missed the deadline of a call, and its late answer would be mistaken "
+                f"The OpenEnv server {self.url} missed a call's deadline, and its late answer would be mistaken "
                 "for the answer to the next call. Increase tool_timeout_s."
             )
         try:
@@ -132,7 +132,7 @@ class OpenEnv(Environment):
         reset_fields: columns of the prompt's row that `reset` gets as arguments.
 
     Raises:
-        ValueError: if no OpenEnv server answers, or its actions do not have the field `action`.
+        ValueError: if no OpenEnv server answers, or its actions do not have an `action` field.
     """
 
     def __init__(

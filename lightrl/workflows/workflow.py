@@ -50,7 +50,7 @@ class Generate(Protocol):
         grammar: str = "",
         **attached: Unpack[Attached],
     ) -> Completion:
-        """Returns the completion of these token ids.
+        """Returns the completion for these token ids.
 
         Args:
             max_new_tokens: can lower the limit in `sampling` but not raise it.
@@ -61,7 +61,7 @@ class Generate(Protocol):
 
 
 class GroupGenerate(Protocol):
-    """Calls the policy for the trajectories of one group, and continues a checkpoint's unfinished completions."""
+    """Calls the policy for the trajectories in one group, and continues a checkpoint's unfinished completions."""
 
     @property
     def samples(self) -> Sequence[int]:
@@ -80,13 +80,13 @@ class GroupGenerate(Protocol):
 class Workflow(ABC):
     """One interaction with the policy, from prompt to trajectory. Token ids in, token ids out: nothing is re-encoded.
 
-    `run_group` runs the interactions of a group concurrently; they share no state. The controller computes rewards.
+    `run_group` runs the interactions in a group concurrently; they share no state. The controller computes rewards.
     """
 
     # Maximum number of tokens in a multi-turn interaction, including the prompt. None means the model's context.
     max_tokens: int | None = None
 
-    # Maximum number of seconds that `run` may spend between calls of `generate`, for example on a tool; a trajectory
+    # Maximum number of seconds that `run` may spend between calls to `generate`, for example on a tool; a trajectory
     # that exceeds it is dropped. Set it to None in a workflow that has a deadline for everything that it awaits.
     own_timeout_s: float | None = 600.0
 
@@ -100,7 +100,7 @@ class Workflow(ABC):
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the trajectories of a group share no sampled tokens; False if a subclass overrides `run_group`."""
+        """Whether the trajectories in a group share no sampled tokens; False if a subclass overrides `run_group`."""
         return type(self).run_group in (Workflow.run_group, SingleTurn.run_group)
 
     def sampling_of(self, prompt: Prompt, sampling: Sampling) -> Sampling:
@@ -125,7 +125,7 @@ class Workflow(ABC):
             )
 
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
-        """Runs the trajectories of a group and yields each as soon as it is done, so that its reward is computed early.
+        """Runs the trajectories in a group and yields each as soon as it is done, so that its reward is computed early.
 
         This default calls `run` for all samples concurrently. Raising an exception drops all samples that
         have not been yielded; yielding a RolloutError or RewardError drops only that sample.
@@ -154,7 +154,7 @@ class Workflow(ABC):
 
         Args:
             prompt: the task; `prompt.token_ids` is set.
-            generate: waits for the policy's completion of the given token ids. Cancelled if the group is abandoned.
+            generate: waits for the policy's completion for the given token ids. Cancelled if the group is abandoned.
 
         Returns:
             The trajectory without reward; the controller fills in `group_id` and `sample`.
@@ -178,7 +178,7 @@ def check_workflow(workflow: Any) -> None:
 
 
 class SingleTurn(Workflow):
-    """Generates one completion of the prompt.
+    """Generates one completion for the prompt.
 
     Args:
         tokenizer: decodes the completion into `Trajectory.completion`, without end tokens.
@@ -193,7 +193,7 @@ class SingleTurn(Workflow):
         self.continues = type(self).run is SingleTurn.run
 
     async def run_group(self, prompt: Prompt, generate: GroupGenerate) -> AsyncGenerator[GroupResult, None]:
-        """Generates the completions of all samples in one request, unless a subclass overrides only `run`."""
+        """Generates the completions for all samples in one request, unless a subclass overrides only `run`."""
         if type(self).run is not SingleTurn.run:
             async with contextlib.aclosing(super().run_group(prompt, generate)) as results:
                 async for result in results:
@@ -216,7 +216,7 @@ class SingleTurn(Workflow):
         return self.trajectory_of(prompt, await generate(_token_ids(prompt)))
 
     def trajectory_of(self, prompt: Prompt, completion: Completion) -> Trajectory:
-        """Returns the trajectory of this completion; the prompt must have token ids."""
+        """Returns the trajectory for this completion; the prompt must have token ids."""
         if self._latest is None or self._latest[0] is not prompt:
             ids: TokenArray[int] = TokenArray(prompt.token_ids or (), "i")
             no_logprobs: TokenArray[float] = TokenArray.of_stored(bytes(4 * len(ids)), b"", "f")
@@ -255,7 +255,7 @@ def _token_ids(prompt: Prompt) -> list[int]:
 
 @dataclass(eq=False)
 class _TimedGenerate:
-    """Calls the policy for one run of a workflow, and cancels the run if it spends too long outside of these calls."""
+    """Calls the policy for one workflow run, and cancels the run if it spends too long outside of these calls."""
 
     timeout_s: float | None  # the longest time outside of calls; None for no limit
     generate: Generate

@@ -14,11 +14,11 @@ PAGE = ROOT / "docs/reference/metrics.md"
 TABLE = ROOT / "lightrl/commands/inspect/page/metrics.js"
 _START = """# What is logged
 
-Every metric of `lightrl fit`, by group; each is a column of `metrics.csv` and a curve of `lightrl inspect`, which
-shows this text when you point at its name. The column `step` is the [iteration](../concepts.md), counted from 1; 0 is
-the validation before training. Fractions are from 0 to 1, and of trajectories unless the unit says otherwise. Means of
-an update are over all its loss tokens and do not depend on microbatches and ranks. Your own algorithm's metrics are
-`policy/<name>`, your reward's `rollout/<name>`.
+Every metric of `lightrl fit`, by group; each is a column of `metrics.csv` and a curve in `lightrl inspect`, which
+shows this text when you point at its name. The `step` column is the [iteration](../concepts.md), counted from 1; 0 is
+the validation before training. Fractions are from 0 to 1, and of trajectories unless the unit says otherwise. An
+update's means are over all its loss tokens and do not depend on microbatches and ranks. Your own algorithm's metrics
+are `policy/<name>`, your reward's `rollout/<name>`.
 
 Not learning? [Start here](../debug-a-run.md).
 """

@@ -107,7 +107,7 @@ def _page(title: str, section: str, names: list[str]) -> str:
     lines = [
         f"# Settings: {title}",
         "",
-        f"These stand in the section `{section}:` of a run's YAML. A class's settings are under `init_args:` beside "
+        f"These are in the `{section}:` section of a run's YAML. A class's settings are under `init_args:` next to "
         "its `class_path:`; `lightrl fit --model.help GRPO` prints the same.",
         "",
     ]

@@ -205,7 +205,7 @@ def test_the_overlong_penalty_comes_before_the_group_statistics() -> None:
         ({"advantage_std": "all"}, "^advantage_std must be group, batch or None, got 'all'"),
         (
             {"overlong_penalty": OverlongPenalty(100), "sampling": Sampling(max_new_tokens=8)},
-            "^buffer_tokens=100 of the overlong penalty must be at most the length limit of 8 tokens",
+            "^buffer_tokens=100 in the overlong penalty must be at most the length limit of 8 tokens",
         ),
         ({"leave_one_out": True, "advantage_mean": None, "advantage_std": "batch"}, "^leave_one_out needs a mean"),
         ({"group_size": 1}, "group_size must be at least 2 for group statistics, got 1"),

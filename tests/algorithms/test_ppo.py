@@ -132,8 +132,8 @@ def test_a_statistic_of_the_group_is_no_setting():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: RewardShaping(clip=0), "clip of reward_shaping must be above 0"),
-        (lambda: RewardShaping(scaling=0), "scaling of reward_shaping must not be 0"),
+        (lambda: RewardShaping(clip=0), "clip in reward_shaping must be above 0"),
+        (lambda: RewardShaping(scaling=0), "scaling in reward_shaping must not be 0"),
         (lambda: replace(KL, decay=1.5), r"decay must be between 0 and 1, got 1\.5"),
         (lambda: replace(KL, target_nats=0), "target_nats must be a finite number above 0, got 0"),
         (lambda: EarlyStop(ratio=0.5), r"ratio of early_stop must be above 1"),

@@ -92,7 +92,7 @@ SETTINGS = [
     row("an attribute that a module lacks", ("model.class_path", "lightrl.GRP0"), "module lightrl has no GRP0. Did you mean lightrl.GRPO"),
     row("a module of the user's that is not there", ("data.class_path", "tiny_tsk.Digits"), "no module tiny_tsk"),
     row("data without a batch size", ("data", {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl"}}), "lightrl.PromptDataModule needs data.init_args.batch_size (run.yaml:"),
-    row("a role's setting beside those of its model", ("model.init_args.policy.lora", {"rank": 2}), "policy mixes settings of the model (config, tokenizer) with those of its role (lora) (run.yaml:", "Write policy: {model: {config: ..., tokenizer: ...}, lora: ...}."),
+    row("a role's setting beside those of its model", ("model.init_args.policy.lora", {"rank": 2}), "policy mixes settings of the model (config, tokenizer) with settings of its role (lora) (run.yaml:", "Write policy: {model: {config: ..., tokenizer: ...}, lora: ...}."),
     row("a role's setting beside class_path", ("model.init_args.policy", {"class_path": "lightrl.ModelSpec", "init_args": {"path": "a/b", "lora": {"rank": 2}}}), "policy.init_args.lora is a setting of lightrl.Role"),
     row("a path for settings", ("model.init_args.reference", "runs/sft"), "model.init_args.reference must be settings {coef: ..., model: ..., estimator: ...} or null", "got 'runs/sft' (run.yaml:"),
     row("a word for a number of settings", ("model.init_args.reference", {"coef": "much"}), "model.init_args.reference.coef must be a number", "got 'much' (run.yaml:"),

@@ -30,7 +30,7 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
     num = 3 * BATCH_SIZE * GROUP_SIZE
     assert names.count("generate") == names.count("reward") == num
     assert names.count("forward") == names.count("backward") == 3 * 2
-    assert "next batch of the loader" in names
+    assert "next batch from the loader" in names
     assert any(event["ph"] == "C" and "host in update" in event["args"] for event in events)
     summary = json.loads((tmp_path / "trace" / "summary.json").read_text())
     assert summary["iterations"] == 2

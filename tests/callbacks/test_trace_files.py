@@ -81,7 +81,7 @@ def test_intervals() -> None:
 # By hand: the loader takes 0 to 1. The rollout lasts from 1 to 7: from 1 to 2 prompts are made, from 2 to 5 generations
 # run, of which only one from 4 on, from 5 to 6 only a reward is missing, from 6 to 7 nothing is known to run.
 ITERATION = [
-    at("next batch of the loader", "loader", 0, 1),
+    at("next batch from the loader", "loader", 0, 1),
     at("rollout", "phase", 1, 7),
     at("make prompts", "data", 1, 2.5, "prompts"),
     *[at("generate", "generate", 2, 4, "generations") for _ in range(3)],

@@ -74,7 +74,7 @@ def test_a_full_disk_is_said_in_words_and_half_a_file_removed(tmp_path: Path, ca
     (folder / "iteration-000001.jsonl.tmp").symlink_to("/dev/full")  # which accepts nothing
     with caplog.at_level(logging.WARNING, logger="lightrl"):
         run(lambda _: make_groups([[1.0, 0.0]]), TrajectoryLog(), default_root_dir=tmp_path)
-    said = rf"iteration-000001\.jsonl: the disk of '{folder}' is full \(.* free, \d KiB to write\)\. The log stops"
+    said = rf"iteration-000001\.jsonl: the disk that holds '{folder}' is full \(.* free, \d KiB to write\)\. The log"
     assert re.search(said, caplog.messages[0])
     assert list(folder.iterdir()) == []
 

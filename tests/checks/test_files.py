@@ -39,7 +39,7 @@ def test_a_full_disk_is_known_whoever_wrote(write: Callable[[Path], None], tmp_p
     assert is_disk_full(caught.value)
     assert cause_to_show(caught.value) is None
     said = write_problem(caught.value, tmp_path / "new" / "a.ckpt", num_bytes=3 * 2**20)
-    assert said.startswith(f"the disk of '{tmp_path}' is full (")
+    assert said.startswith(f"the disk that holds '{tmp_path}' is full (")
     assert said.endswith(" MiB free, 3 MiB to write)")
 
 

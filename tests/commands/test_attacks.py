@@ -123,7 +123,7 @@ def test_attacks_on_the_reward_of_an_environment_are_refused(settings, config, c
     workflow = {"class_path": "MultiTurn", "init_args": {"environment": retry}}
     settings["model"]["init_args"].update(workflow=workflow, reward="weak_rewards.says_the_answer")
     assert main(["doctor", "reward", "--config", config(settings), "--completions", "attacks"]) == 2
-    assert "Attacks need the workflow SingleTurn" in capsys.readouterr().err
+    assert "Attacks need the SingleTurn workflow" in capsys.readouterr().err
 
 
 def test_without_answers_whatever_earns_more_than_nothing_is_shown():

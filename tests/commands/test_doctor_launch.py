@@ -44,8 +44,8 @@ WRONG = {  # what the second node reports → finding, and its fix
     "used GPU": ({"gpus": [("NVIDIA H200", 20e9, 140e9)]}, "fails GPUs node2: GPU 0, NVIDIA H200, has 20.0 GB of "
                  "140.0 GB free. fix: Another process uses it: `nvidia-smi` on node2"),
     "other GPU": ({"gpus": [("NVIDIA L40S", 48e9, 48e9)]}, "warning GPUs Nodes have different GPUs"),
-    "folder": ({"unseen": {"trainer.default_root_dir": [0, 2]}}, "fails folders node2 does not see the files of node1, "
-               "node3 in trainer.default_root_dir=/runs. fix: Mount one shared disk at /runs"),
+    "folder": ({"unseen": {"trainer.default_root_dir": [0, 2]}}, "fails folders node2 does not see the files from "
+               "node1, node3 in trainer.default_root_dir=/runs. fix: Mount one shared disk at /runs"),
     "model": ({"models": {"policy": ""}}, "fails model policy differs between nodes: /models/m 4 files abc on node1, "
               "node3; /models/m not found on node2. fix: Put /models/m on a shared folder"),
     "clock": ({"clock_s": (-2.5, 0.001)}, "warning clocks Clocks that differ from node1's: node2 -2.5 s."),
@@ -223,7 +223,7 @@ class TestOnSlurm:
             taken.kill()
         text = " ".join(output.split())
         assert code == 1, output
-        assert "node1 does not see the files of node2, node3 in trainer.engine.weight_folder=/run/weights" in text
+        assert "node1 does not see the files from node2, node3 in trainer.engine.weight_folder=/run/weights" in text
         assert "node3: port 29501 cannot be opened: Address already in use" in text
         assert "node2: GLOO_SOCKET_IFNAME=ib0, but its network interfaces are lo, eth0; ib0 is missing" in text
 

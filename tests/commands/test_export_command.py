@@ -25,6 +25,6 @@ def test_a_description_with_other_fields_is_refused_with_the_checkpoint_and_the_
     torch.save({"pytorch-lightning_version": "2.6.0", "state_dict": {}, "models": {"policy": description}}, file)
     assert main(["export", str(file), "--to", str(tmp_path / "model")]) == 2
     message = capsys.readouterr().err
-    assert f"Checkpoint {str(file)!r} was saved by another release of lightrl" in message
+    assert f"Checkpoint {str(file)!r} was saved by a different release of lightrl" in message
     assert f"field {field!r} of the policy's {kind} differs from this release. Export it with the release" in message
     assert not (tmp_path / "model").exists()

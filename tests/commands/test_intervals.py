@@ -1,4 +1,4 @@
-"""Confidence intervals of pass@k, beside a search for the bounds and a bootstrap over prompts."""
+"""Confidence intervals for pass@k, beside a search for the bounds and a bootstrap over prompts."""
 
 import math
 

@@ -293,7 +293,7 @@ def test_the_command_prints_what_does_not_fit_in_lines_of_100_columns(printed_pl
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (["FSDP2Strategy", "ep=3"], "ep=3 divides experts, but no model of this run has any"),
+        (["FSDP2Strategy", "ep=3"], "ep=3 divides experts, but no model in this run has any"),
         (["Parallel3DStrategy", "tp=8"], "tp=8 must divide the model's num_attention_heads"),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_token_comes_from_a_file_or_the_environment_and_not_from_the_command_l
     (tmp_path / "token").write_text("of-file\n")
     assert parse(["--model", "m/m", "--token_file", str(tmp_path / "token")])["token"] == "of-file"
     for option in (["--token", "t"], ["--token=t"]):
-        with pytest.raises(UsageError, match="All users of this machine can read a command line"):
+        with pytest.raises(UsageError, match="All users on this machine can read a command line"):
             parse(["--model", "m/m", *option])
     (tmp_path / "token").write_text("\n")
     with pytest.raises(ValueError, match="is empty"):

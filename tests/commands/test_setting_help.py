@@ -21,7 +21,7 @@ def help_of(capsys, *args: str) -> str:
     [
         (["--model.sampling.help"], "sampling.top_k", "-1 keeps every token"),
         (["--model.reference.help"], "reference.coef", "weight of the term, above 0"),
-        (["--model.policy.help", "ModelSpec"], "policy.options", "other arguments of `from_pretrained`"),
+        (["--model.policy.help", "ModelSpec"], "policy.options", "other arguments to `from_pretrained`"),
         (["--model", "PPO", "--model.critic.help=Role"], "critic.lora", "adapters"),
         (["--model.help", "GRPO"], "model.clip_low", "the loss stops falling"),
         (["--trainer.engine.help=SGLangEngine"], "timeouts.request_s", "as lost"),

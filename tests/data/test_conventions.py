@@ -153,7 +153,7 @@ REFUSED = {
     ),
     "a pair whose chats are not the prompt's": (
         PreferenceDataModule, {"prompt": "2+2?", "chosen": TALK[:2], "rejected": [TALK[0], said("3")]}, {},
-        r"'chosen' must begin with the messages of the prompt, .*2\+2\?.* set prompt_column to a name that no column",
+        r"'chosen' must begin with the prompt's messages, .*2\+2\?.* set prompt_column to a name that no column",
     ),
     "two answers in a row": (
         SFTDataModule, {"messages": [user("1+1?"), said("2"), said("5")]}, MESSAGES,

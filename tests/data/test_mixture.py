@@ -115,7 +115,7 @@ def test_two_sources_of_the_same_label_are_refused():
 
 
 def test_a_source_of_which_nothing_is_left_is_named(plain_tokenizer):
-    with pytest.raises(ValueError, match=r"No row of 'test_mixture.made_rows' passes the filters"):
+    with pytest.raises(ValueError, match=r"No row in 'test_mixture.made_rows' passes the filters"):
         make_data(plain_tokenizer, [source(6), source(3, word="b")], row_filter=lambda row: row["question"][0] != "b")
 
 

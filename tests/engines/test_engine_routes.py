@@ -89,7 +89,7 @@ def test_routes_of_a_completion_are_joined_over_its_requests(first, second, join
     ("experts", "message"),
     [
         pytest.param(None, "enable.return.routed.experts", id="none"),
-        pytest.param([1, 2, 3, 4], "routes of a different model", id="of another number of layers"),
+        pytest.param([1, 2, 3, 4], "a different model's routes", id="of another number of layers"),
         pytest.param([1, 2, 3, 4, 8], "expert 8, but the model has 8 experts", id="of more experts"),
     ],
 )

@@ -197,7 +197,7 @@ def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):
 def test_a_server_that_returns_routes_says_so_and_one_that_does_not_is_refused_by_name(name, start):
     (url,) = urls = [start(vllm=True).url]
     config = moe_spec().load_config()
-    with pytest.raises(ValueError, match=f"record_routes is true, but {url} does not return the experts of tokens"):
+    with pytest.raises(ValueError, match=f"record_routes is true, but {url} does not return tokens' experts"):
         VLLMEngine(urls=urls, record_routes=True, timeouts=Deadlines()).start(config)
     flag = {"enable_return_routed_experts": True}
     assert VLLMEngine(servers=1, record_routes=True).start_args(["routes"]) == flag

@@ -164,7 +164,7 @@ def test_a_server_whose_cache_cannot_be_emptied_is_lost(model_servers, verifying
     doomed.fault("keep_cache", UPDATE)
     doomed.fault("keep_cache", "/flush_cache")
     load(engine, parameters_of(config_of(), 1), 1)
-    said = f"{doomed.url} is lost: its prefix cache still has tokens of weight version 0 after a load and a"
+    said = f"{doomed.url} is lost: its prefix cache still has tokens from weight version 0 after a load and a"
     assert comes_true(lambda: any(said in message for message in caplog.messages))
 
 

@@ -22,7 +22,7 @@ class FakeServerProcess:
 
     Args:
         model_folder: Hugging Face folder of its model; None answers by rule, without torch.
-        arguments: further arguments of the server by name: `api_key="k"`, `delay_s=0.5`, `is_embedding=True`.
+        arguments: other arguments to the server by name: `api_key="k"`, `delay_s=0.5`, `is_embedding=True`.
     """
 
     popen: Callable[..., subprocess.Popen[Any]] = subprocess.Popen  # starts the process; see tests/forked.py

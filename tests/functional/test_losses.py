@@ -259,16 +259,16 @@ def test_clip_settings_out_of_range_are_refused(setting: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cap": 0.0}, "cap of importance weights must be above 0 .* got 0.0"),
+        ({"cap": 0.0}, "cap for importance weights must be above 0 .* got 0.0"),
         ({"mode": "drop"}, "mode must be mask or clamp, got 'drop'"),
         ({"level": "group"}, "level must be token, sequence or product, got 'group'"),
-        ({"floor": 3.0, "cap": 2.0}, "floor of importance weights must be from 0 to cap=2.0 .* got 3.0"),
+        ({"floor": 3.0, "cap": 2.0}, "floor for importance weights must be from 0 to cap=2.0 .* got 3.0"),
         ({"metric": "k4"}, "metric must be ratio, k1, k2 or k3, got 'k4'"),
         ({"aggregation": "median"}, "aggregation must be mean, sum, max or None, got 'median'"),
-        ({"metric": "k2", "cap": -1.0}, r"cap of importance weights must be above 0 .* got -1\.0"),
+        ({"metric": "k2", "cap": -1.0}, r"cap for importance weights must be above 0 .* got -1\.0"),
         (
             {"metric": "k1", "cap": -1.0, "floor": 0.0},
-            r"floor of importance weights must be from -inf to cap=-1\.0 .* got 0\.0",
+            r"floor for importance weights must be from -inf to cap=-1\.0 .* got 0\.0",
         ),
         ({"metric": "k2", "cap": 1.0, "mode": "clamp"}, "metric='k2' .* need cap or floor, and mode='mask'"),
         ({"metric": "k2"}, "metric='k2' .* need cap or floor"),

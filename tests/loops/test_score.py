@@ -265,7 +265,7 @@ def test_what_a_call_of_the_users_own_raises_names_the_call() -> None:
         raise KeyError("score")
 
     module.style = ask  # type: ignore[method-assign]
-    with pytest.raises(TrainingError, match=r"function of model call 'style' raised KeyError: 'score'") as seen:
+    with pytest.raises(TrainingError, match=r"function for model call 'style' raised KeyError: 'score'") as seen:
         score(module, random_experience(is_scored=False))
     assert isinstance(seen.value.__cause__, KeyError)
 

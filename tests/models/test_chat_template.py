@@ -102,7 +102,7 @@ def test_the_columns_of_a_row_are_arguments():
     "fields", [{"tools": "search"}, {"tools": ["search"]}, {"chat_template_kwargs": "no"}], ids=str
 )
 def test_a_column_of_another_form_is_refused_by_name(fields: dict[str, Any]):
-    with pytest.raises(ValueError, match=f"The column '{next(iter(fields))}' must be a"):
+    with pytest.raises(ValueError, match=f"The '{next(iter(fields))}' column must be a"):
         columns_of(fields)
 
 

@@ -234,5 +234,5 @@ def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():
 
 def test_adapters_of_experts_are_not_served():
     model = adapted(mixture("qwen3_moe"), target_parameters=EXPERTS)
-    with pytest.raises(ValueError, match=r"cannot serve adapters of lora\.target_parameters"):
+    with pytest.raises(ValueError, match=r"cannot serve adapters for lora\.target_parameters"):
         tuning_of(model).served_form(model, num_versions=1)

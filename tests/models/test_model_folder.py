@@ -58,7 +58,7 @@ def test_a_full_disk_is_said_in_words_and_leaves_the_earlier_export(tmp_path: Pa
     to = tmp_path / "export"
     to.mkdir()
     (to / "config.json").write_text("{}")
-    message = rf"^The model could not be exported to {to}: the disk of '{tmp_path}' is full .*An export needs .* Free"
+    message = rf"^The model could not be exported to {to}: the disk that holds '{tmp_path}' is full .*An export needs"
     with pytest.raises(OSError, match=message) as caught:
         save(to)
     assert caught.value.__suppress_context__

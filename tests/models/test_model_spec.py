@@ -21,7 +21,7 @@ CONFIG = FAMILIES["qwen3"]
     [
         ({}, "exactly one of path .* got path=None, config=None and url=None"),
         ({"path": "a/b", "config": CONFIG}, "A model needs exactly one of path"),
-        ({"config": CONFIG}, "with config needs a tokenizer too"),
+        ({"config": CONFIG}, "with a config also needs a tokenizer"),
         ({"config": {"hidden_size": 8}, "tokenizer": "x"}, r"config needs model_type, .* got \['hidden_size'\]"),
         ({"path": "/tmp/no/such/model"}, "Model folder '/tmp/no/such/model' does not exist"),
     ],

@@ -250,14 +250,14 @@ def test_a_program_that_is_only_thought_is_none():
 @pytest.mark.parametrize(
     ("tests", "says"),
     [
-        *[(tests, "in its field 'tests'") for tests in (None, [], "[]", [3], "assert True", {"inputs": [""]})],
+        *[(tests, "in its 'tests' field") for tests in (None, [], "[]", [3], "assert True", {"inputs": [""]})],
         ([{"input": "1"}], "unknown kind of test"),
         ([{"stdin": "", "stdout": None}], "unknown kind of test"),
         ([{"function": "twice", "kwargs": {"text": "ab"}, "expected": "abab"}], "unknown kind of test"),
         ("def check(candidate): ...", "LiveCodeBench's compressed tests"),
         ([{"stdin": "", "stdout": {"a": 1}}], "must be text or a list of lines"),
         ([{"function": "twice", "arguments": "ab", "expected": "abab"}], "arguments of twice must be a list"),
-        (FUNCTIONAL, "func_name in the column 'metadata'"),
+        (FUNCTIONAL, "func_name in the 'metadata' column"),
         (packed(print), "its pickle calls builtins.print"),
     ],
 )

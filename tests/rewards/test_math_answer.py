@@ -247,7 +247,7 @@ def test_the_last_marked_answer_is_the_final_one():
 
 @pytest.mark.parametrize("fields", [{}, {"answer": None}, {"answer": "  "}, {"solution": "#### 4"}])
 def test_a_prompt_without_a_reference_is_refused(fields):
-    with pytest.raises(ValueError, match="needs a reference in its field 'answer'"):
+    with pytest.raises(ValueError, match="needs a reference in its 'answer' field"):
         math_answer(trajectory_that("#### 4", **fields))
 
 

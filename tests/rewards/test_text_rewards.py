@@ -165,8 +165,8 @@ def test_a_recursive_schema_follows_a_completion_as_deep_as_it_goes():
         (lambda t: regex_match(t, pattern="("), "not a regular expression"),
         (lambda t: repetition_penalty(t, ngram_words=0), "ngram_words must be >= 1, got 0"),
         (lambda t: overlong_penalty(t, max_tokens=4, buffer_tokens=5), "buffer_tokens=5 .* at most the length limit"),
-        (lambda t: OverlongPenalty(0), "buffer_tokens of the overlong penalty must be >= 1, got 0"),
-        (lambda t: OverlongPenalty(4, factor=-1.0), "factor of the overlong penalty must be >= 0, got -1.0"),
+        (lambda t: OverlongPenalty(0), "buffer_tokens in the overlong penalty must be >= 1, got 0"),
+        (lambda t: OverlongPenalty(4, factor=-1.0), "factor in the overlong penalty must be >= 0, got -1.0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(call, message):

@@ -421,5 +421,5 @@ def test_a_workflow_that_cannot_travel_is_refused(make: Make, monkeypatch: pytes
         make(1, OfTheTest())
     monkeypatch.setattr(sys.modules["__main__"], "Two", Two, raising=False)
     monkeypatch.setattr(Two, "__module__", "__main__")
-    with pytest.raises(ValueError, match="Two uses a class or function of the main script"):
+    with pytest.raises(ValueError, match="Two uses a class or function in the main script"):
         make(1, Two())

@@ -95,7 +95,7 @@ def test_a_disk_that_takes_nothing_is_named_and_no_later_save_waits_for_it(
 
     with pytest.raises(OSError, match=r"1.ckpt was not written: the disk has accepted no data for 0.5 s"):
         save("1.ckpt")
-    with pytest.raises(OSError, match=r"2.ckpt was not written: an earlier write to .*1.ckpt still hangs"):
+    with pytest.raises(OSError, match=r"2.ckpt was not written: an earlier write to .*1.ckpt is still hanging"):
         save("2.ckpt")
     disk.answer()
 

@@ -135,7 +135,7 @@ def module_of(policy: ModelSpec | Role = QWEN3, **others: Role) -> Any:
     [
         (module_of(), 4, {"dp": 2, "tp": 2}, "2 · 2 · 2 = 8 must equal the number of processes, 4.*Set dp to 1"),
         (module_of(), 8, {"cp": 3}, "pp · dp · cp · tp = 2 · 1 · 3 · 1 = 6 must equal the number of processes, 8"),
-        (module_of(), 8, {"ep": 2}, "ep=2 divides experts, but no model of this run has any"),
+        (module_of(), 8, {"ep": 2}, "ep=2 divides experts, but no model in this run has any"),
         (module_of(), 16, {"tp": 2, "cp": 4}, "cp=4 must divide the 2 attention heads of the policy on a tensor"),
         (module_of(moe_spec()), 8, {"ep": 3}, "ep=3 must divide the 4 ranks of a stage. Set it to 2 or 4"),
         (module_of(moe_spec(num_experts=6)), 8, {"ep": 4}, "ep=4 must divide the 6 experts of the policy. Set it to 2"),

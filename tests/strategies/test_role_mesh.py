@@ -18,7 +18,7 @@ def ppo(**meshes: RoleMesh) -> PPO:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (RoleMesh(2, 3), "first_rank=2, num_ranks=3 does not fit ranks 0 to 3 of this run"),
+        (RoleMesh(2, 3), "first_rank=2, num_ranks=3 does not fit ranks 0 to 3 in this run"),
         (RoleMesh(4), "first_rank=4, num_ranks=None does not fit ranks 0 to 3"),
         (RoleMesh(1, tp=2), r"must be a multiple of pp \* tp = 2, got 3"),
     ],
@@ -51,7 +51,7 @@ def test_meshes_that_a_strategy_cannot_make_are_refused(made: FSDP2Strategy, mod
 
 def test_one_process_has_no_ranks_to_give_away(tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"does not fit ranks 0 to 0 of this run\. Change it, or increase trainer\.devices"
+        ValueError, match=r"does not fit ranks 0 to 0 in this run\. Change it, or increase trainer\.devices"
     ):
         Trainer(accelerator="cpu", default_root_dir=tmp_path, logger=False).fit(ppo(critic=RoleMesh(1, 1)))
 

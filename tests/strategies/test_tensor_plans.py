@@ -63,13 +63,13 @@ def test_a_head_may_scale_or_cap_its_logits() -> None:
 @pytest.mark.parametrize(
     ("family", "pp", "tp", "reason"),
     [
-        ("gpt2", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("gpt2", 2, 1, "no plan for its stages' embed_tokens, layers and norm"),
         ("gpt2", 1, 2, "no plan for its tensor parallelism"),
         ("gpt2", 1, 1, "its body is not just embed_tokens, layers and norm"),
-        ("nemotron", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("nemotron", 2, 1, "no plan for its stages' embed_tokens, layers and norm"),
         ("deepseek_v3", 1, 2, "no part of self_attn.q_a_proj (Linear) can be computed separately"),
         ("gpt_oss", 1, 2, "no plan for its tensor parallelism"),
-        ("llama4_text", 2, 1, "no plan of embed_tokens, layers and norm for its stages"),
+        ("llama4_text", 2, 1, "no plan for its stages' embed_tokens, layers and norm"),
         ("glm_moe_dsa", 2, 1, "it is a mixture of experts with states or sparse attention"),
         ("qwen3_next", 2, 1, "it is a mixture of experts with states or sparse attention"),
         ("phi3", 1, 2, "its plan has colwise_gather_output for layers.*.self_attn.qkv_proj"),

@@ -116,7 +116,7 @@ def test_a_checkpoint_of_divided_experts_continues_in_one_process_and_is_exporte
     [
         (moe_spec(), {"ep": 4, "num_replicas": 2}, "ep=4 must divide the 2 ranks of a replica. Set it to 2"),
         (moe_spec(num_experts=6), {"ep": 4}, "ep=4 must divide the 6 experts of the policy. Set it to 2"),
-        (POLICY, {"ep": 2}, "ep=2 divides experts, but no model of this run has any"),
+        (POLICY, {"ep": 2}, "ep=2 divides experts, but no model in this run has any"),
         (moe_spec("llama4_text"), {"ep": 2}, "no plan to divide the experts of model_type 'llama4_text'"),
         (moe_spec(), {"ep": 2, "compile_layers": True}, "does not support compile_layers=true yet"),
         (moe_spec(), {"ep": 2, "offload_to_cpu": ["parameters"]}, "does not support parameters in offload_to_cpu yet"),
@@ -130,7 +130,7 @@ def test_what_cannot_be_divided_is_refused(policy: ModelSpec | Role, settings: d
 
 
 def test_supervised_training_of_a_dense_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="no model of this run has any"):
+    with pytest.raises(ValueError, match="no model in this run has any"):
         check_strategy(on_four_ranks(ep=2), SFT(POLICY, lr=1e-3))
 
 

@@ -81,7 +81,7 @@ def test_several_rewards_are_compared_one_by_one_and_one_that_is_missing_fails(t
         "train-0", "train-1", "train-2"
     }  # fmt: skip
     (message,) = dropped.pop("reward_invalid")
-    assert message.startswith("The reward of a trajectory of prompt 'train-3' lacks ['short']; it has")
+    assert message.startswith("The reward of a trajectory for prompt 'train-3' lacks ['short']; it has")
     assert not dropped
 
 

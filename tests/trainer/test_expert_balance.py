@@ -195,11 +195,11 @@ def test_two_ranks_balance_as_one_process_does(tmp_path: Path) -> None:
         (spec("deepseek_v3"), ExpertBalance(), "changes nothing for"),
         (spec("deepseek_v3"), ExpertBalance(loss_coef=COEF), "has no router_aux_loss_coef"),
         (Role(spec("deepseek_v3"), lora=LoRA(rank=2)), ExpertBalance(RATE), "which lora does not train"),
-        (spec("deepseek_v3"), ExpertBalance(RATE), "needs the experts of each token"),
+        (spec("deepseek_v3"), ExpertBalance(RATE), "needs each token's experts"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(policy: Any, balance: ExpertBalance, message: str, tmp_path: Path) -> None:
-    engine = LocalEngine(record_routes=False if "experts of each token" in message else None)
+    engine = LocalEngine(record_routes=False if "each token's experts" in message else None)
     module = TinyGRPO(policy)
     with pytest.raises(ValueError, match=message):
         train(tmp_path, module, callbacks=[balance], engine=engine)
@@ -231,7 +231,7 @@ def test_what_no_run_can_balance_is_refused_before_a_model_is_loaded(run: dict[s
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile imports what is deprecated
-@pytest.mark.parametrize(("change", "message"), [("bfloat16", "biases in float32"), ("compile", "a compiled policy")])
+@pytest.mark.parametrize(("change", "message"), [("bfloat16", "float32 biases"), ("compile", "a compiled policy")])
 def test_a_policy_whose_biases_round_or_that_is_compiled_is_refused(change: str, message: str) -> None:
     module, trainer = SimpleNamespace(policy=spec("deepseek_v3").load_model()), SimpleNamespace(strategy=None)
     getattr(module.policy, change)()

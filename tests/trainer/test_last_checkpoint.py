@@ -109,7 +109,7 @@ def test_a_plain_module_continues_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("last", r"ckpt_path=last: \S+ has no last\*.ckpt of an earlier run. Pass the path of a checkpoint."),
+        ("last", r"ckpt_path=last: \S+ has no last\*.ckpt from an earlier run. Pass the path to a checkpoint."),
         ("best", "ckpt_path=best needs a checkpoint that this trainer saved in a fit"),
         ("bset.ckpt", r"ckpt_path=bset.ckpt does not exist. Pass a checkpoint's path, 'last' or 'best'"),
     ],

@@ -60,8 +60,8 @@ def test_a_slash_in_a_metrics_name_makes_no_folder(
 
 @habit(
     "Trainer(enable_checkpointing=True)",
-    "the default ModelCheckpoint also writes `last.ckpt`, on Ctrl-C too; beside any ModelCheckpoint, `last-timed.ckpt` "
-    "is saved every 10 minutes",
+    "the default ModelCheckpoint also writes `last.ckpt`, including on Ctrl-C; with any ModelCheckpoint, "
+    "`last-timed.ckpt` is saved every 10 minutes",
 )
 def test_the_default_checkpoint_has_a_last_one(tmp_path: Path) -> None:
     make_trainer(tmp_path, enable_checkpointing=True).fit(TinyGRPO(), datamodule=Digits())
@@ -146,11 +146,11 @@ def test_default_callbacks_are_added_once(tmp_path: Path) -> None:
 
 CANNOT = "{} cannot be used with an RLModule: "
 FASTEST = (
-    "it searches for the steepest drop of the loss, but a policy's loss does not measure progress. Compare short runs "
+    "it searches for the steepest drop in the loss, but a policy's loss does not measure progress. Compare short runs "
     "with several values of model.lr."
 )
 MEMORY = (
-    "it grows the batch until memory runs out, but microbatches are cut by tokens. Set model.microbatch_tokens; "
+    "it grows the batch until memory runs out, but microbatches are split by tokens. Set model.microbatch_tokens; "
     "`lightrl plan` estimates the memory."
 )
 AVERAGES = (
@@ -178,7 +178,7 @@ REFUSED = refused("test_lightning_callbacks", [
     ("WeightAveraging()", callback(ready.WeightAveraging), CANNOT.format("WeightAveraging") + AVERAGES),
     ("EMAWeightAveraging()", callback(ready.EMAWeightAveraging), CANNOT.format("EMAWeightAveraging") + AVERAGES),
     ("ThroughputMonitor(len)", callback(lambda: ready.ThroughputMonitor(len)),
-     CANNOT.format("ThroughputMonitor") + "it counts the samples of a batch, but an iteration's batch has none. "
+     CANNOT.format("ThroughputMonitor") + "it counts the samples in a batch, but an iteration's batch has none. "
      "`rollout/tokens_per_s` and `update/tokens_per_s` are logged anyway."),
     ("SpikeDetection()", callback(ready.SpikeDetection),
      CANNOT.format("SpikeDetection") + "it compares the loss with earlier ones, but a policy's loss has no typical "

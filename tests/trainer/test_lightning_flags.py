@@ -340,7 +340,7 @@ REFUSED = refused(
         (
             "Trainer(accumulate_grad_batches=2)",
             lambda: {"accumulate_grad_batches": 2},
-            "accumulate_grad_batches must be 1 with an RLModule, got 2: microbatches are cut by tokens. Set "
+            "accumulate_grad_batches must be 1 with an RLModule, got 2: microbatches are split by tokens. Set "
             "model.microbatch_tokens instead.",
         ),
         ('Trainer(strategy="ddp")', lambda: {"strategy": "ddp"}, DDP),

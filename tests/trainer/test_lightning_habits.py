@@ -27,7 +27,7 @@ from lightrl.trajectory import Group
 
 @habit(
     "trainer.validate(module), trainer.test(module)",
-    "log reward and pass@k of the prompts, and accuracy if the reward reports it",
+    "log reward and pass@k for the prompts, and accuracy if the reward reports it",
 )
 @habit("trainer.predict(module)", "returns groups of trajectories with their rewards")
 def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_several_validation_loaders_have_a_number_each(tmp_path: Path) -> None:
     assert second["val/reward/dataloader_idx_1"] == 0.375
 
 
-@habit("validation=[DataSource(..., label=NAME), ...]", "logs `val/reward` of all, and `val/reward/NAME` of each")
+@habit("validation=[DataSource(..., label=NAME), ...]", "logs `val/reward` for all, and `val/reward/NAME` for each")
 def test_several_labeled_validation_sources_have_a_number_each(tmp_path: Path) -> None:
     class Own(TinyGRPO):
         def reward(self, trajectory: Any) -> float:

@@ -26,7 +26,7 @@ def run_out(*args: Any, **kwargs: Any) -> Any:
         (
             "loss",
             "update",
-            r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing of trainer\.strategy",
+            r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing in trainer\.strategy",
         ),
         ("advantages", "score", r"model\.microbatch_tokens \(now \d+\), or set activation_checkpointing"),
     ],
@@ -55,5 +55,5 @@ def test_models_that_do_not_fit_ask_for_more_devices(tmp_path: Path, monkeypatch
 
 def test_an_engine_out_of_memory_names_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.engines.local.running_batch.sample_tokens", run_out)
-    with pytest.raises(EngineError, match=r"18\.55 GiB.*Lower max_batch or prefill_tokens of LocalEngine"):
+    with pytest.raises(EngineError, match=r"18\.55 GiB.*Lower LocalEngine.s max_batch or prefill_tokens"):
         make_trainer(tmp_path, engine=LocalEngine()).fit(TinyGRPO(), datamodule=Digits())

@@ -115,7 +115,7 @@ def test_two_ranks_train_agents_as_one_process_does(several_ranks: Any, tmp_path
 
 
 def test_self_play_without_agents_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="SelfPlay plays an agent of the workflow MultiAgent"):
+    with pytest.raises(ValueError, match="SelfPlay plays an agent in the MultiAgent workflow"):
         train(tmp_path, TinyGRPO(), callbacks=[SelfPlay()])
     with pytest.raises(ValueError, match="SelfPlay needs max_staleness=0, got 1"):
         train(tmp_path, duel(), callbacks=[SelfPlay(), StalenessControl(1)])

@@ -45,7 +45,7 @@ def test_all_ranks_continue_from_the_last_checkpoint_that_rank_0_finds_or_refuse
     for found in (ranks["newest"] for ranks in two_ranks):
         assert found["path"].endswith("online/project/run-a/checkpoints/last.ckpt")
         assert found["num_trained"] == 2
-        assert "has no last*.ckpt of an earlier run. Pass the path of a checkpoint." in found["refusal"]
+        assert "has no last*.ckpt from an earlier run. Pass the path to a checkpoint." in found["refusal"]
 
 
 def test_advantages_sees_the_prompt_of_each_trajectory_on_every_rank(two_ranks: Any) -> None:

@@ -70,7 +70,7 @@ def test_sft_resumes_at_the_next_row_too(folder, tmp_path, streaming, monkeypatc
 
 
 def test_a_run_without_an_end_is_refused(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"The number of rows of streamed data is unknown.*Set trainer.max_steps, or"):
+    with pytest.raises(ValueError, match=r"The number of rows in streamed data is unknown.*Set trainer.max_steps, or"):
         make_trainer(tmp_path, max_epochs=1).fit(TinyGRPO(), datamodule=data(folder))
 
 

@@ -218,7 +218,7 @@ LIES: dict[str, Any] = {
 def test_an_asynchronous_run_ends_before_it_trains_on_a_lie(lie, tmp_path):
     engine, module = Lying(LIES[lie]), TinyGRPO(lr=3e-2, group_size=8)
     trainer = make_trainer(tmp_path, engine=engine, callbacks=[StalenessControl(2)], max_steps=12)
-    error = r"weight version (1000|-1) sampled token \d+ of a trajectory of group \d+, but .* must be from \d to \d "
+    error = r"weight version (1000|-1) sampled token \d+ of a trajectory in group \d+, but .* must be from \d to \d "
     words = r"it sampled with (the current weights|weight version \d) differ from" if "version" not in lie else error
     with pytest.raises(EngineError, match=words):
         trainer.fit(module, Digits())

@@ -123,7 +123,7 @@ class ClosesBadly(Debate):
 def test_a_failing_close_keeps_the_episode(caplog: pytest.LogCaptureFixture) -> None:
     trajectory = played(workflow(*STEPS, kind=ClosesBadly), writes(A, B, C))
     assert trajectory.metrics["turns"] == 3
-    assert "Closing the environment of prompt" in caplog.text
+    assert "Closing the environment for prompt" in caplog.text
 
 
 def test_an_empty_completion_ends_an_episode_without_a_turn() -> None:

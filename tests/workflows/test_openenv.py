@@ -201,5 +201,5 @@ def test_a_late_answer_is_not_taken_for_that_of_the_next_call() -> None:
             await environment.close()
         return str(observation)
 
-    with openenv(Slow) as url, pytest.raises(RolloutError, match=r"missed the deadline of a call.*tool_timeout_s"):
+    with openenv(Slow) as url, pytest.raises(RolloutError, match=r"missed a call's deadline.*tool_timeout_s"):
         asyncio.run(calls(url))

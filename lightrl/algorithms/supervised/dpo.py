@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 class DPO(SupervisedModule):
     """Makes the chosen completion more likely than the rejected completion, relative to a reference policy.
 
-    It trains on the batches of PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
+    It trains on batches from PreferenceDataModule. It logs, as `dpo/…` per step and `val/…` per validation: `loss`;
     `accuracy_fraction`, how often the margin is above 0; `margin_nats`, how much more the policy prefers the chosen
     completion than the reference does; `chosen_nats` and `rejected_nats`, how both completions' logprobs have changed.
 
     Source: https://arxiv.org/abs/2305.18290.
 
     Args:
-        policy: the model to train, usually an export of SFT.
-        reference: the fixed policy of the KL penalty; None uses the initial policy. With LoRA, this is the same model
+        policy: the model to train, usually an export from SFT.
+        reference: the fixed policy for the KL penalty; None uses the initial policy. With LoRA, this is the same model
             without its adapters, which costs no memory.
         kl_coef: the paper's β; a larger value keeps the policy closer to the reference.
-        kwargs: further arguments of SupervisedModule.
+        kwargs: other arguments to SupervisedModule.
     """
 
     batch_type = PairBatch

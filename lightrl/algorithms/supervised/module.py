@@ -1,6 +1,6 @@
 """The base class of SFT, DPO and reward models: a model trained on given data by Lightning's loop.
 
-A subclass computes losses and metrics of a batch in `measure`. All ranks read the same batches and each dp rank
+A subclass computes a batch's losses and metrics in `measure`. All ranks read the same batches and each dp rank
 measures its share of the rows, so the update is the same as with one process.
 """
 
@@ -58,7 +58,7 @@ class SupervisedModule(TrainedModule):
     trained_role: str = "policy"
     # The type of batch that `measure` takes.
     batch_type: type[Any] = object
-    # The prefix of metrics logged per step.
+    # The prefix for metrics logged per step.
     log_prefix: str = "train"
     # The key of the metric to minimize in `measure`'s result.
     loss_name: str = "loss"

@@ -24,7 +24,7 @@ class RewardModel(SupervisedModule):
     """A causal language model with a scalar head. The head's value at a trajectory's last token is the reward.
 
     The difference of two rewards is the log-odds that the first trajectory is preferred (Bradley and Terry). It trains
-    on the batches of PreferenceDataModule, from a language model (then the head starts at 0) or an earlier reward
+    on batches from PreferenceDataModule, from a language model (then the head starts at 0) or an earlier reward
     model; `AutoModelForSequenceClassification` loads the export. It logs, as `reward_model/…` per step and `val/…` per
     validation: `loss`; `accuracy_fraction`, how often the chosen trajectory scores higher; `margin`, by how much.
 
@@ -32,7 +32,7 @@ class RewardModel(SupervisedModule):
 
     Args:
         policy: the model to start from: a hub name, a local folder, a ModelSpec, or a Role with `lora`.
-        kwargs: further arguments of SupervisedModule.
+        kwargs: other arguments to SupervisedModule.
     """
 
     trained_role = "reward_model"

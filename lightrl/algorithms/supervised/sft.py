@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class SFT(SupervisedModule):
     """Maximizes the logprob of each completion token, with AdamW, linear warm-up and decay.
 
-    It trains on the batches of SFTDataModule. It logs `sft/loss_nats` per step. In validation, it logs `val/loss_nats`
+    It trains on batches from SFTDataModule. It logs `sft/loss_nats` per step. In validation, it logs `val/loss_nats`
     and `val/token_accuracy_fraction` (how often the most likely token is the right one), averaged over tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Computes an iteration's time by area, and the possible speed-up, from the events of rank 0's process.
+"""Computes an iteration's time by area, and the possible speed-up, from the events in rank 0's process.
 
 An iteration lasts until the next one starts. An area is what the trainer's thread did or waited for:
 

@@ -178,7 +178,7 @@ class Trace(RLCallback):
             if name in _PHASES:
                 self._run_and_count_cost(functools.partial(self._keep_peak, _PHASES[name]))
             elif name.endswith("train_dataloader_next"):
-                tape.events.append(Event("next batch of the loader", "loader", "trainer", start_ns, end_ns, {}))
+                tape.events.append(Event("next batch from the loader", "loader", "trainer", start_ns, end_ns, {}))
             elif end_ns - start_ns >= _LEAST_NS and not name.startswith("run_training"):
                 tape.events.append(Event(name, "step", "trainer", start_ns, end_ns, {}))
 
@@ -217,7 +217,7 @@ class _WatchedProfiler:
         self._on_stop(action_name)
         self._profiler.stop(action_name)
 
-    profile = Profiler.profile  # calls `start` and `stop` of this class
+    profile = Profiler.profile  # calls this class's `start` and `stop`
 
 
 def _offset_ns(ranks: Ranks) -> int:

@@ -41,7 +41,7 @@ _OPEN = "[\n"
 
 
 class TraceFile:
-    """Writes the events of one process to `<folder>/rank-00003.json`, with a marker before each iteration.
+    """Writes one process's events to `<folder>/rank-00003.json`, with a marker before each iteration.
 
     When the file reaches half of `max_bytes`, it is renamed to `rank-00003.before.json`, replacing an earlier one, and
     a new file begins. So only the last iterations of a long run are kept.
@@ -73,7 +73,7 @@ class TraceFile:
         self._write(lines)
 
     def _row(self, event: Event, lines: list[dict[str, object]]) -> int:
-        """Returns the `tid` of a free row of the event's track. If all are in use, adds a row, named in `lines`."""
+        """Returns the `tid` of a free row on the event's track. If all are in use, adds a row, named in `lines`."""
         number = self._numbers.setdefault(event.track, len(self._numbers) + 1)
         rows = self._rows.setdefault(event.track, [])
         overlaps = event.track in OVERLAPPING or event.track.startswith("http")
@@ -113,11 +113,11 @@ class TraceFile:
             self._begin()
 
 
-OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks overlap too; their names are addresses
+OVERLAPPING = frozenset({"generations", "rewards"})  # servers' tracks also overlap; their names are addresses
 
 
 def join_traces(folder: Path) -> Path | None:
-    """Writes the events of all processes, on one clock, to `trace.json`. Returns None if there are no events."""
+    """Writes the events from all processes, on one clock, to `trace.json`. Returns None if there are no events."""
     files = trace_files(folder)
     if not files:
         return None

@@ -1,4 +1,4 @@
-"""A table with one row for each setting of AReaL: its counterpart in lightrl, or why it has none.
+"""A table with one row for each AReaL setting: its counterpart in lightrl, or why it has none.
 
 The names are those in AReaL's `areal/api/cli_args.py` and in its example configurations since August 2025. The row
 with the exact name applies or, if there is none, the first row with a matching pattern (`*`).
@@ -17,7 +17,7 @@ from lightrl.commands.launch import Launch, layout_of
 from lightrl.trajectory import JsonMapping, JsonObject
 
 # lightrl's names are dotted: `model.`, `data.`, `engine.` and `strategy.` stand for the init_args of the class,
-# `callbacks.NAME.` and `loggers.NAME.` for those of a callback or logger.
+# `callbacks.NAME.` and `loggers.NAME.` for a callback's or logger's.
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def only(*values: object, else_: str) -> Rule:
 
 
 def repeats(key: str, else_: str = "") -> Rule:
-    """Returns a rule for a key whose value must equal that of `key`; refuses other values with `else_`."""
+    """Returns a rule for a key whose value must equal `key`'s; refuses other values with `else_`."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if value in (None, "", areal.get(key)):
@@ -171,13 +171,13 @@ _OFFLOADS = {"actor.fsdp.offload_params": "parameters", "actor.optimizer.offload
 
 
 def of_strategy(name: str, value_of: Callable[[Leaves, JsonMapping], object], *kinds: str) -> Rule:
-    """Returns a rule that sets a strategy's setting if the allocation has a strategy of these kinds."""
-    rules = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
+    """Returns a rule: if the key is true, sets a setting of these kinds of strategy to `value_of` AReaL's settings."""
+    converters = {"allocation_mode": allocation, "rollout.backend": rollout_backend, "actor.backend": actor_backend}
 
-    def rule(value: bool | None, areal: Leaves) -> Outcome:
-        if not value:
+    def rule(is_set: bool | None, areal: Leaves) -> Outcome:
+        if not is_set:
             return Outcome()
-        for settings in (rule(areal[key], areal).settings for key, rule in rules.items() if key in areal):
+        for settings in (convert(areal[key], areal).settings for key, convert in converters.items() if key in areal):
             if settings.get("strategy.class_path") in kinds and (converted := value_of(areal, settings)):
                 return Outcome({f"strategy.{name}": converted})
         return Outcome(left=f"the converted run's strategy does not support it: see {name} of {kinds[0]}")
@@ -446,7 +446,7 @@ def switch(setting: str, on: object) -> Rule:
     return lambda value, areal: Outcome({setting: on} if value else {})
 
 
-# keys that are converted to settings of lightrl launch
+# keys that are converted to lightrl launch settings
 _LAUNCHED = ("allocation_mode", "rollout.backend", "actor.backend", "cluster.n_nodes", "scheduler.", "launcher.")
 _IMAGE = "the image must contain lightrl; with pyxis or enroot, use launch.srun_options instead"
 _ONE_CONTAINER = "a launch has one container, which launcher.slurm.trainer_image sets"
@@ -485,7 +485,7 @@ ROWS: dict[str, Rule] = {
     "actor.backend": actor_backend,
     "seed": to("seed_everything"),
     "async_training": only(True, False, else_="see callbacks.StalenessControl"),
-    "enable_offload": only(False, else_="see placement: colocated of SGLangEngine"),
+    "enable_offload": only(False, else_="see SGLangEngine's placement: colocated"),
     "server_only": only(False, else_="use lightrl serve"),
     "*workflow": left("an AReaL class; set model.workflow to a lightrl class (docs/write-an-environment.md)"),
     "rollout.openai.*": left("set model.workflow to AgentWorkflow (docs/train-an-agent.md)"),
@@ -536,7 +536,7 @@ ROWS: dict[str, Rule] = {
     "actor.gradient_checkpointing": of_strategy("activation_checkpointing", lambda *_: True, *_STRATEGIES),
     "actor.dtype": precision,
     "actor.grad_reduce_dtype": only("float32", else_="see FSDP2Strategy"),
-    "actor.attn_impl": left("transformers' default applies; see attn_implementation of ModelSpec"),
+    "actor.attn_impl": left("transformers' default applies; see attn_implementation in ModelSpec"),
     "actor.is_critic": only(False, else_="the policy is a language model"),
     "actor.mb_spec.max_tokens_per_mb": to("model.microbatch_tokens"),
     "actor.mb_spec.*": left("model.microbatch_tokens determines the microbatches"),
@@ -669,12 +669,12 @@ CORE = {
     "max_concurrent_rollouts": "rollout.max_concurrent_rollouts", "tensorboard.": "stats_logger.tensorboard.",
     "exp_ctrl.total_train_epochs": "total_train_epochs", "exp_ctrl.save_freq_": "saver.freq_",
     "exp_ctrl.eval_freq_": "evaluator.freq_", "exp_ctrl.ckpt_freq_": "recover.freq_", "recover_mode": "recover.mode",
-    "recover_retries": "recover.retries", "model.": "actor.",  # the section of SFT
+    "recover_retries": "recover.retries", "model.": "actor.",  # the SFT section
 }  # fmt: skip
 
 
 def sglang_argument(name: str) -> Rule:
-    """Returns a rule for a setting of SGLang servers, which a run with vLLM servers does not have."""
+    """Returns a rule for an SGLang server setting, which a run with vLLM servers does not have."""
 
     def rule(value: object, areal: Leaves) -> Outcome:
         if any(str(areal.get(key)).startswith("vllm") for key in ("allocation_mode", "rollout.backend")):
@@ -692,7 +692,7 @@ def areal_key(key: str) -> str:
 
 
 def rule_of(key: str, *, is_supervised: bool = False) -> Rule | None:
-    """Returns the rule for a key of AReaL; None if there is none."""
+    """Returns the rule for an AReaL key; None if there is none."""
     for pattern, rule in SUPERVISED_ROWS.items() if is_supervised else ():
         if fnmatch.fnmatchcase(key, pattern):
             return rule

@@ -26,7 +26,7 @@ from lightrl.commands.convert.areal_keys import (
 from lightrl.trajectory import JsonMapping, JsonObject
 
 _DESCRIPTION = """\
-Turns a configuration of AReaL (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. Lists
+Turns an AReaL configuration (since August 2025) into a YAML for lightrl fit and launch, on stdout or in FILE. Lists
 on stderr the settings that have no counterpart, with reasons, and those that are unknown. Returns 0 if
 everything was converted, 1 if some settings were not, 2 if the file cannot be read.
 """
@@ -47,7 +47,7 @@ class Conversion:
 
 
 def convert(tree: JsonMapping) -> Conversion:
-    """Converts a configuration of AReaL, as read from YAML."""
+    """Converts an AReaL configuration, as read from YAML."""
     given = dict(_leaves(tree))
     given = {key: _resolved(value, given, tree, (key,)) for key, value in given.items()}
     as_areal = {areal_key(key): value for key, value in given.items()}
@@ -103,7 +103,7 @@ def report(result: Conversion) -> str:
     for title, rows in (
         ("Missing from the file; set these before a run:", dict.fromkeys(result.missing, "")),
         ("No counterpart:", result.left),
-        ("Unknown:", dict.fromkeys(result.unknown, "not a setting of AReaL that lightrl knows")),
+        ("Unknown:", dict.fromkeys(result.unknown, "not an AReaL setting that lightrl knows")),
         ("Converted, with a difference:", result.notes),
     ):
         if rows:

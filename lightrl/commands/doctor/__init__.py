@@ -5,7 +5,7 @@
     lightrl doctor data --config run.yaml                                    every row that a run may read
     lightrl doctor reward --config run.yaml --n 16                           the policy's rewards; attacks on the reward
     lightrl doctor reward --config run.yaml --completions reference          rewards of the data's own answers
-    lightrl doctor replay failed_rewards.jsonl --config run.yaml             failed rewards of a run, recomputed
+    lightrl doctor replay failed_rewards.jsonl --config run.yaml             a run's failed rewards, recomputed
 
 All output goes to a temporary folder, which is then deleted.
 

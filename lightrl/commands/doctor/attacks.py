@@ -43,7 +43,7 @@ class Attempt:
 def attack(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], write: Write, compute: Compute
 ) -> tuple[str, int]:
-    """Attacks a reward on these prompts.
+    """Attacks a reward on these prompts, with answers in the format among FORMS that earns the most.
 
     An attack succeeds on a row if its reward is more than halfway from an empty completion's reward to the answer's. If
     the reward reports `accuracy`, accuracies are compared instead.
@@ -69,11 +69,11 @@ def attack(
     first = values_of([*empties, *gold_attempts])  # in one call, since each call starts a reward worker
     empty, gold = first[: len(prompts)], first[len(prompts) :]
     by_form = {form: gold[index * len(answered) :][: len(answered)] for index, form in enumerate(FORMS)}
-    lowest = [0.0 if value is None else value for value in empty]
-    lowest_of_answered = [lowest[row] for row in answered]  # used where the reward failed
-    form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], lowest_of_answered)))
-    best = dict(zip(answered, map(_or_else, by_form[form], lowest_of_answered), strict=True))
-    right = [row for row in answered if best[row] > lowest[row]]
+    empty_value = [0.0 if value is None else value for value in empty]
+    empty_of_answered = [empty_value[row] for row in answered]  # used where the reward failed
+    form = max(FORMS, key=lambda form: sum(map(_or_else, by_form[form], empty_of_answered)))
+    answer_value = dict(zip(answered, map(_or_else, by_form[form], empty_of_answered), strict=True))
+    right = [row for row in answered if answer_value[row] > empty_value[row]]
     attempts = [item for row in range(len(prompts)) for item in _attempts(row, prompts, answers, form)]
     values = [*empty, *values_of(attempts)]
     attempts = [*empties, *attempts]
@@ -88,7 +88,7 @@ def attack(
         attempted = [(item, value) for item, value in zip(attempts, values, strict=True) if item.name == name]
         # if the data has no answers, count whatever earns more than an empty completion
         compared = [pair for pair in attempted if pair[0].row in right or not answered]
-        hits = [item for item, value in compared if value is not None and value > _bound(item.row, best, lowest)]
+        hits = [item for item, got in compared if got is not None and got > _bound(item.row, answer_value, empty_value)]
         num_failed = sum(value is None for _, value in attempted)
         num_hits += len(hits)
         failed = f", {num_failed} failed" if num_failed else ""
@@ -112,8 +112,8 @@ def _or_else(value: float | None, nothing: float) -> float:
     return nothing if value is None else value
 
 
-def _bound(row: int, best: Mapping[int, float], lowest: Sequence[float]) -> float:
-    return (best.get(row, lowest[row]) + lowest[row]) / 2
+def _bound(row: int, answer_value: Mapping[int, float], empty_value: Sequence[float]) -> float:
+    return (answer_value.get(row, empty_value[row]) + empty_value[row]) / 2
 
 
 def _attempts(row: int, prompts: Sequence[Prompt], answers: Sequence[Sequence[str]], form: str) -> Iterable[Attempt]:

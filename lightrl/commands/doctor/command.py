@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name: str, what: str, like: str = "predict") -> argparse.ArgumentParser:
-        others = f"All other options are those of `lightrl {like}`: --config, --model..., --data..., --ckpt_path."
+        others = f"All other options are as for `lightrl {like}`: --config, --model..., --data..., --ckpt_path."
         usage = f"lightrl doctor {name}{' FILE' * (name == 'replay')} --config run.yaml [--setting value ...]"
         text = f"{what[0].upper()}{what[1:]}."
         return commands.add_parser(name, usage=usage, help=what, description=text, epilog=others, allow_abbrev=False)
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     nodes = add("launch", "checks the nodes of a launch: versions, GPUs, shared folders, ports, clocks, network", "fit")
     deadline = "seconds that a node waits for the others in each of four steps (default 60)"
     nodes.add_argument("--deadline_s", type=float, default=60.0, help=deadline)
-    add("data", "reads every row of the train and validation data, as a run would")
+    add("data", "reads every row in the train and validation data, as a run would")
     reward = add("reward", "tries the reward on the first prompts of a run, before the run")
     reward.add_argument("--n", type=_count, default=16, help="number of prompts, with one completion each (default 16)")
     source = (
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     reward.add_argument("--completions", default="policy", choices=("policy", "reference", "attacks"), help=source)
     replay = add("replay", "recomputes the rewards in a run's failed_rewards.jsonl or trajectory log")
     replay.add_argument("file", help="the JSONL file")
-    replay.add_argument("--reward", help="dotted path of the reward function, instead of --config")
+    replay.add_argument("--reward", help="dotted path to the reward function, instead of --config")
     replay.add_argument("--n", type=_count, default=None, help="recompute only the first N (default: all)")
     for command in (reward, replay):
         command.add_argument("--repeats", type=_count, default=2, help="calls per trajectory (default 2)")
@@ -163,7 +163,7 @@ class _DoctorCLI(LightRLCLI):
             self._show(self._generated(module, prompts, **kwargs), module)
         if not isinstance(workflow := module.configure_workflow(), SingleTurn):
             name = type(workflow).__name__
-            problem = f"Attacks need the workflow SingleTurn, because its reward reads one completion; got {name}."
+            problem = f"Attacks need the SingleTurn workflow, because its reward reads one completion; got {name}."
             if options.completions == "attacks":
                 raise UsageError(problem)
             sys.stdout.write(f"\n{problem}\n")

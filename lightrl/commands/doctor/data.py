@@ -25,7 +25,7 @@ _MAX_PROBLEMS = 20  # maximum number shown per split
 
 @dataclass
 class SplitReport:
-    """Counts and problems of the prompts, or data rows, in a split."""
+    """Counts and problems in the prompts, or data rows, in a split."""
 
     name: str
     num_tokens: list[int] = field(default_factory=list)  # per prompt, including its completion if the data has one

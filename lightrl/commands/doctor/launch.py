@@ -172,7 +172,7 @@ def _logs(plan: Plan, hosts: Sequence[str]) -> list[str]:
 def findings(
     spec: NodeSpec, hosts: Sequence[str], reports: Sequence[Report | None], logs: Sequence[str]
 ) -> Iterator[Finding]:
-    """Compares the reports of all nodes; each finding names the nodes."""
+    """Compares the reports from all nodes; each finding names the nodes."""
     present = {hosts[node]: report for node, report in enumerate(reports) if report is not None}
     for host, report, log in zip(hosts, reports, logs, strict=True):
         if report is None:
@@ -257,7 +257,7 @@ def _folder_findings(spec: NodeSpec, hosts: Sequence[str], reports: Sequence[Rep
             if report is not None and setting in report.unseen
         }
         for host, others in unseen.items():
-            text = f"{host} does not see the files of {', '.join(others)} in {setting}={path}."
+            text = f"{host} does not see the files from {', '.join(others)} in {setting}={path}."
             fix = f"Mount one shared disk at {path} on all nodes, or change {setting}."
             yield Finding("folders", text, "fails", fix)
         if not unseen and all(report is not None and report.step != STEPS[0] for report in reports):

@@ -5,7 +5,7 @@
 A node updates its report `node-N.json` after each of these steps, so the report shows where a node hangs or dies:
 
     started   versions, GPUs and network interfaces; listens on the ports that the run will use here
-    folders   waits for the files of the other nodes in each shared folder; looks for the models
+    folders   waits for the files from the other nodes in each shared folder; looks for the models
     network   connects to the ports of the other nodes; each node answers with its number and its clock
     done      sums a tensor over all nodes, with gloo and, on GPUs, with NCCL
 
@@ -50,7 +50,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Instructions for the check of a launch's nodes."""
+    """Instructions for checking a launch's nodes."""
 
     folder: str  # the check's folder, to which nodes write their reports
     port: int  # where the first node's store listens
@@ -59,7 +59,7 @@ class NodeSpec:
     folders: dict[str, str]  # setting → folder that all nodes must share
     models: dict[str, str]  # role → path or hub name
     deadline_s: float  # per step
-    servers_wait: bool  # the launcher ends the processes of hosts with only servers; they must not exit earlier
+    servers_wait: bool  # the launcher ends the processes on hosts with only servers; they must not exit earlier
 
     def probe(self, path: str, node: int) -> Path:
         """Returns the file that a node writes to a shared folder."""
@@ -152,7 +152,7 @@ class NodeCheck:
         self.report.problems.append((area, f"{self.hosts[self.node]}: {text}", fix))
 
     def _wait_for(self, step: str) -> dict[int, Report]:
-        """Returns the reports of all nodes that complete the step before the deadline."""
+        """Returns the reports from all nodes that complete the step before the deadline."""
         found: dict[int, Report] = {}
 
         def are_all_there() -> bool:

@@ -73,7 +73,7 @@ _MISMATCH = "sync/mismatch_present_abs_dlogp_nats"
 # Callbacks that affect how a run samples and write only to the run's folder, which is temporary here.
 _TRIAL_CALLBACKS = (StalenessControl, WeightSync, RolloutMetrics, DynamicSampling, PromptCurriculum, TrajectoryLog)
 
-# Trainer overrides for the trial: one validation batch, no output. The callback Trial ends the run.
+# Trainer overrides for the trial: one validation batch, no output. The Trial callback ends the run.
 _SHORTENED: dict[str, object] = {
     **dict.fromkeys(("max_time", "min_steps", "min_epochs", "profiler")),
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
@@ -106,7 +106,7 @@ def _is_new(shown: set[str], record: logging.LogRecord) -> bool:
 
 
 class _RunCheck(LightRLCLI):
-    """Runs two iterations of `lightrl fit`, without its output, with checks before and after them."""
+    """Runs two iterations of `lightrl fit` with its output suppressed, and checks before and after them."""
 
     def __init__(self, folder: Path, args: Sequence[str], callbacks: Sequence[L.Callback]) -> None:
         self.folder = folder
@@ -197,7 +197,7 @@ class _RunCheck(LightRLCLI):
             self._report(forecast(trial, self.root, logged_bytes=logged / interval, validation_batches=batches))
         warnings, took_s = count_text(self.num_by_status["warning"], "warning"), time.monotonic() - self.start_s
         totals = f"{self.num_by_status['ok']} ok, {warnings}, {self.num_by_status['fails']} failed"
-        sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output of the trial was deleted.\n")
+        sys.stdout.write(f"\n{totals}, in {took_s:.0f} s. All output from the trial was deleted.\n")
 
     @rank_zero_only
     def _report(self, findings: Iterable[Finding]) -> None:
@@ -401,7 +401,7 @@ def bottleneck_findings(area: str, text: str) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class Finding:
-    """One paragraph of the report."""
+    """One paragraph in the report."""
 
     area: str  # such as `disk`
     text: str  # the observation

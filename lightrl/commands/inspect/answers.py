@@ -1,6 +1,6 @@
 """Answers the page's questions with plain JSON, in the same way for the server and for an exported file.
 
-The questions are about curves, trajectories token by token, images, the traced events of an iteration, and problems.
+The questions are about curves, trajectories token by token, images, an iteration's traced events, and problems.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class TokenTexts:
 
 
 def as_shown(record: Json, texts: TokenTexts) -> Json:
-    """Converts a record of TrajectoryLog for the page, to lists with one entry per token."""
+    """Converts a TrajectoryLog record for the page, to lists with one entry per token."""
     trajectory = record["trajectory"]
     token_ids = trajectory["token_ids"][:MAX_TOKENS]
     num = len(token_ids)
@@ -265,7 +265,7 @@ def as_shown(record: Json, texts: TokenTexts) -> Json:
 
 
 def _images(trajectory: Json) -> list[str]:
-    """Returns the images of the prompt, then those of the observations."""
+    """Returns the images in the prompt, then the images in the observations."""
     return [*(trajectory["prompt"].get("images") or ()), *(trajectory.get("images") or ())]
 
 

@@ -1,7 +1,7 @@
 """The table of a run's trajectories: an SQLite file in the user's cache, built from the first bytes of each line.
 
-Dropped trajectories are rows too; their column `finish` has the reason. Drops due to a failed reward or agent come from
-the failure files and have tokens; other drops come from the problem files.
+Dropped trajectories are also rows; their `finish` column has the reason. Drops due to a failed reward or agent come
+from the failure files and have tokens; other drops come from the problem files.
 
 TrajectoryLog writes the table's columns before the trajectory, so a long line costs no more than a short one. A thread
 reads files whose size or time has changed, newest first; other threads can read the table at the same time.

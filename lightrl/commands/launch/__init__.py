@@ -1,9 +1,9 @@
 """Starts runs on one machine or many. A plan assigns processes to hosts; launchers start and stop them.
 
 Reading order:
-    settings.py     Launch: the section `launch:` of the YAML, and AReaL's allocation strings
+    settings.py     Launch: the `launch:` section of the YAML, and AReaL's allocation strings
     plan.py         which ranks and servers run on which hosts and GPUs, and whether the model fits
-    launcher.py     the protocol of launchers, the folder of a launch, its scripts and log files
+    launcher.py     the protocol for launchers, the folder of a launch, its scripts and log files
     slurm.py        a job on a Slurm cluster; scripts.py: files for torchrun and Kubernetes
     local.py        processes on this machine; ray.py: the same on the hosts of a Ray cluster
     command.py      the command line

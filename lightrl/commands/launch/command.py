@@ -35,11 +35,11 @@ from lightrl.trajectory import JsonMapping, JsonObject
 _HELP = """\
 usage: lightrl launch --config run.yaml [--setting value ...] [--dry-run] [--wait]
 
-Starts the trainer ranks and servers of a run, on one machine or many, as set in the config's section `launch:`. Accepts
-the settings of lightrl fit; lightrl fit --launch.help shows those of the launch, such as --launch.nodes.
+Starts the trainer ranks and servers of a run, on one machine or many, as set in the config's `launch:` section. Accepts
+the settings of lightrl fit; lightrl fit --launch.help shows the launch's own, such as --launch.nodes.
 
   --dry-run   print the plan as a drawing of the hosts and a table, and the files that would be submitted
-  --wait      with Slurm: wait until the job ends, show the output of rank 0, and cancel the job on Ctrl-C
+  --wait      with Slurm: wait until the job ends, show rank 0's output, and cancel the job on Ctrl-C
 
 lightrl status FOLDER shows the state of the run; docs/clusters.md has an example for each launcher.
 """
@@ -73,7 +73,7 @@ class LaunchedCLI(UnstartedCLI):
     launched: Plan | None = None
 
     def before_instantiate_classes(self) -> None:
-        """Applies the settings of a preliminary plan; memory is checked later, when the models have been built."""
+        """Applies the settings from a preliminary plan; memory is checked later, when the models have been built."""
         settings = self.config[self.config.subcommand]
         if settings.get("launch") is None:
             return

@@ -1,4 +1,4 @@
-"""Launcher: the protocol of classes that start, watch and stop a plan's processes; and the folder of a launch.
+"""Launcher: the protocol for classes that start, watch and stop a plan's processes; and the folder of a launch.
 
 FOLDER/config.yaml                the run's settings, including tokens; only this user can read it
 FOLDER/layout.yaml                the plan's changes to these settings
@@ -79,7 +79,7 @@ def write_files(plan: Plan, config: str, files: Mapping[str, str]) -> None:
 
 
 class LaunchState:
-    """The file `launch.json`, which `lightrl status` reads; `facts` describe the whole launch, such as its job."""
+    """The `launch.json` file, which `lightrl status` reads; `facts` describe the whole launch, such as its job."""
 
     def __init__(self, plan: Plan, **facts: object) -> None:
         self._path = Path(plan.folder) / STATE_FILE

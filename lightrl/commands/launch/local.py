@@ -34,7 +34,7 @@ RESUME = ("--ckpt_path", "last")
 class GuardedProcesses:
     """Starts and stops named commands on this host; they are killed when this process ends.
 
-    No method blocks, so a launcher on another host can call them too.
+    No method blocks, so a launcher on another host can also call them.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class GuardedProcesses:
         grace_s: float,
         folder: str,
     ) -> None:
-        """Starts a command, replacing a finished one of the same name.
+        """Starts a command, replacing a finished one with the same name.
 
         Args:
             environment: variables to add to this process's environment.

@@ -26,7 +26,7 @@ from lightrl.trajectory import JsonMapping, JsonObject
 
 _GPUS_ASSUMED = "trainer.accelerator is auto: the hosts are assumed to have GPUs. Set it to cpu if they have none."
 _MAX_HOSTS = 16  # maximum number shown: the first hosts and the last one
-SERVER_OFFSET = 1  # the servers' ports come after the port of the trainer's store
+SERVER_OFFSET = 1  # the servers' ports come after the port for the trainer's store
 # names in the launch's folder: the run's settings, the plan's changes to them, the folder in which servers register
 CONFIG, LAYOUT, REGISTRY = "config.yaml", "layout.yaml", "servers"
 
@@ -85,7 +85,7 @@ def facts_of(settings: JsonMapping) -> RunFacts:
 
 
 def _class(value: object) -> tuple[str | None, JsonMapping]:
-    """Returns the class name and the arguments in `{class_path: …, init_args: …}`, or in a class name alone."""
+    """Returns the class name and the arguments from `{class_path: …, init_args: …}` or from a bare class name."""
     if not isinstance(value, Mapping):
         return (None if value is None else str(value).rpartition(".")[2]), {}
     return str(value.get("class_path", "")).rpartition(".")[2], value.get("init_args") or {}
@@ -107,7 +107,7 @@ class Process:
     host: int  # index into Plan.hosts
     gpus: tuple[int, ...]  # numbers of the GPUs that it uses
     command: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to those of the launcher
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables added to the launcher's
     rank_environment: Mapping[str, str] = field(default_factory=dict)  # variables that torchrun sets; Slurm sets others
     ports: tuple[int, ...] = ()  # ports of the servers that it starts
 
@@ -137,7 +137,7 @@ class Plan:
         return (self.launch.rank_resources, 1) if is_rank else (self.launch.server_resources, len(process.ports))
 
     def of_memory(self, run: PlannedRun) -> PlannedRun:
-        """Returns the run on the ranks and servers of this launch, to estimate its memory."""
+        """Returns the run on the ranks and servers in this launch, to estimate its memory."""
         return _launched(run, self.launch, self.layout, _trainer_split(self.layout, self.facts))
 
     @property
@@ -167,7 +167,7 @@ def make_plan(
 
     Args:
         folder: the launch's folder; all hosts must see it.
-        port: port of the trainer's store on the first host; servers use the ports above it.
+        port: port for the trainer's store on the first host; servers use the ports above it.
         hosts: names or addresses; by default `node1`, `node2` and so on.
         gpus_per_host: used if the launch does not set it.
         python: the interpreter on the hosts.
@@ -229,7 +229,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
         raise ValueError(f"{layout.ranks} trainer ranks cannot be spread evenly over {have}: {needed}")
     if per_host % trainer_tp:
         why = "since tp communicates in every layer. Change tp, launch.ranks or launch.gpus_per_node."
-        raise ValueError(f"The trainer's tp={trainer_tp} must divide the {per_host} ranks of a host, {why}")
+        raise ValueError(f"The trainer's tp={trainer_tp} must divide the {per_host} ranks on a host, {why}")
     ranks: Placed = {host: [(gpu,) for gpu in range(per_host)] for host in range(layout.ranks // per_host)}
     if not layout.servers:
         return ranks, {}
@@ -238,7 +238,7 @@ def place(layout: Layout, nodes: int, gpus: int, trainer_tp: int = 1) -> tuple[P
     if gpus % tp or (is_colocated and per_host % tp):
         raise ValueError(
             f"launch.tp={tp} must divide the {per_host if is_colocated else gpus} "
-            f"{'trainer ranks' if is_colocated else 'GPUs'} of a host: a server cannot span hosts. Change launch.tp."
+            f"{'trainer ranks' if is_colocated else 'GPUs'} on a host: a server cannot span hosts. Change launch.tp."
         )
     first = {host: len(ranks.get(host, ())) for host in range(nodes)}
     free = {host: range(first[host]) if is_colocated else range(-(-first[host] // tp) * tp, gpus) for host in first}
@@ -400,7 +400,7 @@ def _unused_sizes(launch: Launch, layout: Layout, facts: RunFacts) -> list[str]:
 
 
 def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
-    """Returns the settings of the section `launch:` that give a run its ranks and servers."""
+    """Returns the settings in the `launch:` section that give a run its ranks and servers."""
     policy, engine = run.roles[0], run.engine
     is_served = engine is not None and engine.place == "servers" and engine.starts_servers
     servers, tp = (engine.servers, engine.tp) if engine is not None and is_served else (0, 1)
@@ -415,7 +415,7 @@ def _sizing(launch: Launch, run: PlannedRun) -> JsonObject:
 
 
 def _launched(run: PlannedRun, launch: Launch, layout: Layout, split: tuple[int, int]) -> PlannedRun:
-    """Returns the run on the ranks and servers of this layout; `split` is (pp, tp)."""
+    """Returns the run on the ranks and servers in this layout; `split` is (pp, tp)."""
     gpus = launch.gpus_per_node or NODE_RANKS
     run = replace(run, gpus_per_node=gpus)
     run = run if layout.ranks == run.world else run.over(layout.ranks, *split)

@@ -4,7 +4,7 @@ TorchrunLauncher writes scripts that a user or another program starts on each ho
 torchrun, and a separate one starts its servers.
 
 KubernetesLauncher writes manifests: a TrainJob (Kubeflow Trainer 2.2) for ranks, a LeaderWorkerSet for servers. The
-launch's folder is on a volume that all pods mount at the same path: the claim `options.claim`, mounted at the run's
+launch's folder is on a volume that all pods mount at the same path: the `options.claim` claim, mounted at the run's
 root. Each server has its own pod and registers its address in the launch's folder. Sources:
 https://github.com/kubeflow/trainer/blob/master/pkg/apis/trainer/v1alpha1/trainjob_types.go,
 https://github.com/kubernetes-sigs/lws/blob/main/docs/examples/sglang/lws.yaml. Not tested on a cluster.
@@ -111,7 +111,7 @@ class KubernetesLauncher(Launcher):
         sys.stdout.write(f"  kubectl delete {names}\n")
 
     def train_job(self) -> JsonObject:
-        """Returns the manifest of the trainer, with a node for each of its hosts."""
+        """Returns the manifest for the trainer, with a node for each of its hosts."""
         plan = self.plan
         trainer: JsonObject = {
             "image": plan.launch.container,
@@ -133,7 +133,7 @@ class KubernetesLauncher(Launcher):
         return self._object("trainer.kubeflow.org/v1alpha1", "TrainJob", self.name, spec)
 
     def leader_worker_set(self) -> JsonObject:
-        """Returns the manifest of the servers, with a pod for each; Kubernetes replaces a pod that ends."""
+        """Returns the manifest for the servers, with a pod for each; Kubernetes replaces a pod that ends."""
         plan = self.plan
         container: JsonObject = {
             "name": "server",
@@ -191,7 +191,7 @@ class KubernetesLauncher(Launcher):
 
 
 def _resources(plan: Plan, process: Process, number: int, gpus_each: int = 1) -> JsonObject:
-    """Returns the resources of a pod with `number` ranks or servers; Kubernetes requires limits for GPUs only."""
+    """Returns the resources for a pod with `number` ranks or servers; Kubernetes requires limits for GPUs only."""
     each, _ = plan.resources_of(process)
     requests = {"cpu": str(each.cpus * number)} if each.cpus is not None else {}
     requests |= {"memory": f"{round(each.memory_gb * 1e3) * number}M"} if each.memory_gb is not None else {}

@@ -1,4 +1,4 @@
-"""Launch: the section `launch:` of a run's YAML: the launcher, and the numbers of hosts and GPUs.
+"""Launch: the `launch:` section of a run's YAML: the launcher, and the numbers of hosts and GPUs.
 
 `launch.allocation` accepts AReaL's strings, such as `sglang.d4t2+d2p2t1`, which say how many GPUs each part gets and
 how a model is split over them. The supported forms are documented on AReaL's reference page
@@ -73,31 +73,31 @@ class Launch:
     Args:
         launcher: the program that starts the processes.
         nodes: number of hosts.
-        gpus_per_node: GPUs, or with `accelerator: cpu` the number of ranks and servers, on each host. None means the
-            GPUs of this machine or, for other launchers, the number that the run needs.
+        gpus_per_node: GPUs, or with `accelerator: cpu` the number of ranks and servers, on each host. None means this
+            machine's GPUs or, for other launchers, the number that the run needs.
         allocation: a string in AReaL's format, such as `sglang.d4t2+d2p2t1`, instead of `ranks`, `servers` and `tp`; it
-            also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep of either strategy.
+            also sets the strategy: Parallel3DStrategy if it has p or t, and cp and ep in either strategy.
         ranks: number of trainer ranks; None means `trainer.devices` times `trainer.num_nodes`.
-        servers: number of servers of SGLangEngine or VLLMEngine; None uses the engine's `servers`.
+        servers: number of SGLangEngine or VLLMEngine servers; None uses the engine's `servers`.
         tp: GPUs per server; None uses the engine's `tp`.
         placement: whether servers are `separate` from the trainer's GPUs or `colocated` on them.
-        gpu_memory_gb: memory of each GPU, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
+        gpu_memory_gb: each GPU's memory, in 1e9 bytes; a model that cannot fit is refused. None skips this check.
         hosts: names or addresses of the hosts, for torchrun; other launchers find them.
-        port: port of the trainer's store; servers and weight receivers use the 64 ports above it. None chooses one.
+        port: port for the trainer's store; servers and weight receivers use the 64 ports above it. None chooses one.
         time_limit: a job's limit, in Slurm's format: minutes, `hours:minutes:seconds` or `days-hours:minutes:seconds`.
         warning_s: seconds before the time limit at which the run is asked to save its checkpoint and end.
         setup: shell lines to run before each process, such as `module load cuda`.
-        environment: variables of every process, such as `{NCCL_SOCKET_IFNAME: ib0, GLOO_SOCKET_IFNAME: ib0}`.
+        environment: variables for every process, such as `{NCCL_SOCKET_IFNAME: ib0, GLOO_SOCKET_IFNAME: ib0}`.
         container: for Kubernetes the image; for other launchers a command to put before each process's command, such
             as `apptainer exec --nv run.sif`.
-        options: other options of the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
+        options: other options for the launcher: sbatch's by name, such as `{partition: gpu}`, Kubernetes' `namespace`
             and `runtime`, or Ray's `address`.
-        srun_options: with Slurm, options of every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
+        srun_options: with Slurm, options for every `srun` by name, such as `{container-image: lab/lightrl.sqsh}`.
         server_options: with Slurm, sbatch options that differ for hosts with only servers; the job is then
             heterogeneous.
-        rank_resources: CPUs and memory of each trainer rank, and labels of its node, with Ray or Kubernetes. With Slurm
-            use sbatch's options, such as `{mem: 500G, constraint: h200}`.
-        server_resources: CPUs, memory and node labels of each server.
+        rank_resources: CPUs and memory for each trainer rank, and labels for its node, with Ray or Kubernetes. With
+            Slurm use sbatch's options, such as `{mem: 500G, constraint: h200}`.
+        server_resources: CPUs, memory and node labels for each server.
         recover: what to do after a process fails.
     """
 

@@ -68,7 +68,7 @@ exit $code
 
 
 class SlurmLauncher(Launcher):
-    """Submits a plan with sbatch; `wait` copies the output of rank 0 to stderr."""
+    """Submits a plan with sbatch; `wait` copies rank 0's output to stderr."""
 
     def __init__(self, plan: Plan) -> None:
         launch = plan.launch

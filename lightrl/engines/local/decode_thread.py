@@ -160,7 +160,7 @@ class DecodeThread(threading.Thread):
     def _failure_error(self) -> EngineError:
         fix = "Fix the cause"
         if isinstance(self._failure, torch.OutOfMemoryError):
-            fix = "Lower max_batch or prefill_tokens of LocalEngine, or the trainer's microbatch_tokens,"
+            fix = "Lower LocalEngine's max_batch or prefill_tokens, or the trainer's microbatch_tokens,"
         error = EngineError(
             f"LocalEngine's decode thread failed with {type(self._failure).__name__}: {self._failure}. {fix} and "
             "create a new engine."
@@ -249,7 +249,7 @@ class DecodeThread(threading.Thread):
             self._waiting.clear()
             self._num_running = 0
             self._reach_boundary()
-        del self._batch  # frees the model too
+        del self._batch  # also frees the model
         closed = "LocalEngine was closed before the completion finished."
         settle_all(
             (future, EngineError(closed) if self._failure is None else self._failure_error()) for future in futures

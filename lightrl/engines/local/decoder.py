@@ -1,10 +1,10 @@
-"""Decoder, the protocol for computing next-token logits of a changing set of rows, and a generic implementation.
+"""Decoder, the protocol for computing next-token logits for a changing set of rows, and a generic implementation.
 
 A decoder holds the KV cache of its rows. `append` adds rows at the end, `keep_rows` reorders and removes rows, and
 `clear` removes all rows after the weights have changed. `write` copies weights and never aliases them. Other modules
 handle threads, sampling and requests. `fast/` contains a faster decoder for Llama-like families.
 
-Shapes: n rows, T tokens of a sequence, V tokens of the vocabulary.
+Shapes: n rows, T tokens in a sequence, V tokens in the vocabulary.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class LocalEngine(RolloutEngine):
             the mismatch with the trainer, and correct it, without a GPU. See weights/block_fp8.py.
         fast_path: False runs Hugging Face's code for every model.
         prefill_tokens: maximum number of prompt tokens, with padding, in one forward; limits the prefill's memory.
-        record_routes: whether to return each token's experts, so that the trainer can use them too (models/routes.py).
+        record_routes: whether to return each token's experts, so that the trainer can also use them (models/routes.py).
             None does so for models with experts, except for families whose routes cannot be recorded.
         boundary_timeout_s: maximum wait of `pause` and `load_weights` for the current token and of `close` for a layer.
     """
@@ -250,7 +250,7 @@ class LocalEngine(RolloutEngine):
         started: Completion | None = None,
         **attached: Unpack[Attached],
     ) -> list[Completion]:
-        """Generates `n` completions of one prompt; has no timeout, because the controller has one."""
+        """Generates `n` completions for one prompt; has no timeout, because the controller has one."""
         check_bounds(1, n=n)
         samplings = [sampling.with_seed(completion_seed(sampling.seed, sample)) for sample in range(n)]
         return list(await asyncio.gather(*self._submit(token_ids, samplings, [started] * n, attached)))

@@ -114,7 +114,7 @@ def sample_tokens(
 
 
 def truncated(probabilities: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Sets the probabilities of tokens outside top-k to 0, then those of the remaining tokens outside top-p.
+    """Sets the probabilities of tokens outside top-k to 0, then of the remaining tokens outside top-p.
 
     Top-p keeps the most likely tokens until their sum reaches `top_p`, including the token that reaches it. In a tie,
     the lower token id wins. The result [n, V] is not renormalized.

@@ -35,7 +35,7 @@ def addresses_from_environment() -> list[str]:
 
 
 def read_addresses(name: str) -> list[str]:
-    """Returns the comma-separated addresses in the environment variable `name`; [] if it is not set."""
+    """Returns the comma-separated addresses in the `name` environment variable; [] if it is not set."""
     return [as_url(part.strip()) for part in os.environ.get(name, "").split(",") if part.strip()]
 
 

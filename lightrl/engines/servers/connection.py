@@ -38,7 +38,7 @@ _NOT_TAKEN = (408, 425, 429, 503)  # the request was refused before it was read,
 _SLICE_BYTES = 2**18  # a large body is sent in slices of this size
 _MAX_ANSWER_BYTES = 2**30
 MAX_CONNECTIONS = 4096  # concurrent generations per server; others wait in this process
-_KEPT_FILES = 128  # open files reserved for other uses, such as pipes and sockets of rewards and agents
+_KEPT_FILES = 128  # open files reserved for other uses, such as pipes and sockets for rewards and agents
 CONTROL_CONNECTIONS = 16  # per server
 
 
@@ -266,8 +266,8 @@ class Connection:
         except (aiohttp.ClientError, OSError) as error:
             if is_out_of_files(error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error):
                 raise OutOfFiles(
-                    f"This machine could not open a connection to {self.name}: too many open files. Raise the limit "
-                    "(ulimit -n, LimitNOFILE) of this process."
+                    f"This machine could not open a connection to {self.name}: too many open files. Raise this "
+                    "process's limit (ulimit -n, LimitNOFILE)."
                 ) from error
             raise EngineUnreachable(
                 f"{self.name} did not answer {name}: {_reason(error)}; {self.describe()}. Check that it is running at "

@@ -56,7 +56,7 @@ from lightrl.weights import Bucket, SharedFolder, block_fp8
 
 
 class ServerSettings(TypedDict, total=False):
-    """The arguments of ServerEngine: the type of its subclasses' `settings`."""
+    """The arguments to ServerEngine: the type of its subclasses' `settings`."""
 
     urls: Sequence[str] | None
     servers: int | None
@@ -102,8 +102,8 @@ class ServerEngine(RolloutEngine):
             of the route to them.
         placement: `separate` from the trainer's devices, or `colocated` on them: servers release their memory while the
             trainer updates. This needs `StalenessControl(0)`.
-        adapters: with LoRA, `merged` sends whole weights with the adapters merged in; `served` sends the base once and
-            then only adapters, and each request keeps its weight version until it ends (sync/served_adapters.py).
+        adapters: with LoRA, `merged` sends the full weights with the adapters merged in; `served` sends the base once
+            and then only adapters, and each request keeps its weight version until it ends (sync/served_adapters.py).
         record_routes: whether to record each token's experts for the trainer (models/routes.py). None does so if every
             server can; a server that was not started here needs `enable_return_routed_experts`.
         timeouts: deadlines for starts, requests and weight syncs.
@@ -297,7 +297,7 @@ class ServerEngine(RolloutEngine):
         )
 
     async def _leave_loop(self, *, for_good: bool = False) -> None:
-        """Stops all tasks (requests and checks of servers) and closes connections."""
+        """Stops all tasks (requests and server checks) and closes connections."""
         try:
             await self._home.end_tasks()
         finally:

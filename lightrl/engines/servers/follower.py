@@ -19,7 +19,7 @@ from lightrl.engines.servers.server import GONE, Server
 from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.trajectory import Sampling
 
-ReportServer = Callable[[str, str, str], object]  # called with the arguments of `Leader.on_server_failed`
+ReportServer = Callable[[str, str, str], object]  # called with the arguments to `Leader.on_server_failed`
 
 
 @dataclass(eq=False)

@@ -36,7 +36,7 @@ from lightrl.errors import EngineError, EngineTimeout, EngineUnreachable
 
 log = logging.getLogger(__name__)
 
-# All users of the machine can see a command line, but not the environment.
+# All users on the machine can see a command line, but not the environment.
 _PROGRAM = f"""
 import os, sys
 from smg.launch_router import main
@@ -75,7 +75,7 @@ class Gateway(Connection, Router):
     def __init__(self, url: str, token: str | None, fleet: ServerFleet, **settings: Any):
         super().__init__(url, token=token, max_connections=connections_within(raise_open_files(), 1), **settings)
         self.name = f"Gateway {self.url}"
-        self.token = token  # API key of the gateway and the servers; None if they have none
+        self.token = token  # API key for the gateway and the servers; None if they have none
         self.state = GatewayState()
         self.fleet = fleet  # its routable servers become the gateway's workers
         self._key = {"api_key": token} if token is not None else {}

@@ -99,7 +99,7 @@ class Leader:
         return FleetState(*versions, self.traffic.is_open, fleet.may_grow, servers, router.state)
 
     def on_follower_states(self, states: Sequence[FollowerState]) -> None:
-        """Adds up the requests of all followers, given each follower's latest state."""
+        """Adds up the requests from all followers, given each follower's latest state."""
         self.traffic.num_running = sum(state.num_running for state in states)
         self.traffic.num_with_minimum = sum(state.num_with_minimum for state in states)
         self.members.router.note_loads(load for state in states for load in state.loads)

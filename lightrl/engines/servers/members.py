@@ -40,7 +40,7 @@ class Members:
 
     @property
     def probe_s(self) -> float:
-        """The deadline of a health check."""
+        """The deadline for a health check."""
         return min(self.timeouts.hang_s, self.timeouts.request_s)
 
     async def reach_all(self) -> None:
@@ -139,7 +139,7 @@ class Members:
     def sent_dtype(self, auto: torch.dtype) -> torch.dtype | None:
         """Returns the servers' common dtype if it is narrower than float32; None means the trainer's dtype.
 
-        `auto` is the dtype that the setting `auto` selects on servers started by the engine; it may differ on others.
+        `auto` is the dtype that `auto` selects on servers started by the engine; it may differ on others.
         """
         dtypes = set()
         for server in self.fleet.in_state():

@@ -82,7 +82,7 @@ class CompletionDraft:
     logprobs: TokenArray[float] = _NO_LOGPROBS
     weight_versions: TokenArray[int] = NO_IDS
     columns: Mapping[str, TokenArray[Any]] = field(default_factory=dict)  # columns of the prompt and the tokens so far
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders for the columns to request, except supports
     finish_reason: FinishReason | None = None
     attachments: Attachments | None = None
     named_version: NamedVersion | None = None  # the latest request's version; None means the server's only weights
@@ -222,7 +222,7 @@ class CompletionDraft:
                 columns[name] = encode(answer.raw_columns[name], num_read)
             except ValueError as error:
                 raise MalformedAnswer(
-                    f"{server} answered /generate with {name} of a different model: {error}. Check that it serves the "
+                    f"{server} answered /generate with a different model's {name}: {error}. Check that it serves the "
                     f"trainer's model, or set record_{name} to false."
                 ) from error
         return columns

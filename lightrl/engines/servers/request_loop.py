@@ -58,7 +58,7 @@ class RequestLimits:
     vocab_size: int
     max_context: int | None  # maximum tokens in prompt and completion together
     attachments: Callable[..., Attachments | None]  # prepares a prompt's inputs other than token ids
-    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders of the columns to request, except supports
+    encoders: Mapping[str, Encode] = field(default_factory=dict)  # encoders for the columns to request, except supports
 
     @classmethod
     def of(cls, config: PretrainedConfig, encoders: Mapping[str, Encode]) -> RequestLimits:
@@ -194,7 +194,7 @@ class RequestLoop:
         self._at_load.update(servers)
 
     async def hold(self, servers: Collection[Server]) -> None:
-        """Holds new requests until `release`; if any request in flight has `min_new_tokens`, aborts all requests.
+        """Holds new requests until `release`. Aborts all if one has `min_new_tokens`, whose count a pause resets.
 
         New requests must wait, because a server handles a pause only after the requests that came before it.
         """

@@ -1,4 +1,4 @@
-"""Timeouts: the deadlines of a server engine."""
+"""Timeouts: the deadlines for a server engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightrl.checks.bounds import check_positive
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Deadlines of a server engine, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
+    """Deadlines for a server engine, in seconds. In YAML: `timeouts: {startup_s: 1800}`.
 
     Args:
         request_s: limit for opening a connection, and for the answer to a request that should be quick. A server that

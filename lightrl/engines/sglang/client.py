@@ -248,7 +248,7 @@ def read_server_info(info: Mapping[str, Any]) -> ServerInfo:
 
 
 def target_digests(answer: Mapping[str, Any]) -> RankDigests:
-    """Returns the digests in an answer from `/weights_checker`, except those of draft models.
+    """Returns the digests in an answer from `/weights_checker`, except draft models'.
 
     Source: SGLang 0.5.23, managers/scheduler_components/weight_updater.py.
     """

@@ -23,8 +23,8 @@ class SGLangEngine(ServerEngine):
     A colocated server needs `enable_memory_saver: true`.
 
     Args:
-        sglang_python: Python of the environment that has SGLang; None searches for it (docs/serve-with-sglang.md).
-        settings: settings of `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
+        sglang_python: Python in the environment that has SGLang; None searches for it (docs/serve-with-sglang.md).
+        settings: settings for `ServerEngine`. `server_args` are SGLang's, such as `{mem_fraction_static: 0.8}`. With
             `{quantization: fp8}`, linear weights are sent in block FP8 (weights/block_fp8.py), as servers with an FP8
             checkpoint require. This has not been tested on a GPU yet.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.request import Answer, CompletionDraft, RawAnswer, parse_answer, request_seed
 
-# Column → SGLang's names for it: the server argument, the field of a request, the field of an answer.
+# Column → SGLang's names for it: the server argument, the field in a request, the field in an answer.
 RETURNED = {ROUTES.name: ("enable_return_routed_experts", "return_routed_experts", "routed_experts")}
 
 
@@ -24,7 +24,7 @@ def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, An
     }
     if sampling.stop_token_ids:
         params["stop_token_ids"] = list(sampling.stop_token_ids)
-    else:  # only if there are no stop ids: with `ignore_eos`, SGLang would ignore them too
+    else:  # only if there are no stop ids: with `ignore_eos`, SGLang would also ignore them
         params["ignore_eos"] = True
     if sampling.grammar:
         params["structural_tag"] = sampling.grammar

@@ -45,7 +45,7 @@ def with_server(call: ModelCall, module: Any) -> ModelCall:
 
 @dataclass(frozen=True)
 class ServedScores:
-    """The `run` of a model call to a server. The environment variable LIGHTRL_SERVER_TOKEN contains the server's token.
+    """The `run` of a model call to a server. The LIGHTRL_SERVER_TOKEN environment variable contains the server's token.
 
     Runs an event loop in the calling thread until the server has answered for all trajectories.
     """
@@ -74,11 +74,11 @@ class ServedScores:
         for index, (scores, top) in enumerate(asyncio.run(self._score(token_ids))):
             tensors["teacher_logprobs"][index, : len(scores)] = torch.tensor(scores)
             if top:
-                pairs = torch.tensor(top, dtype=torch.float64)  # ids are exact in float64
+                pairs = torch.tensor(top, dtype=torch.float64)  # from the second token on; ids are exact in float64
                 tensors["teacher_topk_logprobs"][index, 1 : len(scores)] = pairs[..., 0].float()
                 tensors["teacher_topk_ids"][index, 1 : len(scores)] = pairs[..., 1].long()
         if tree is not None:
-            tensors = {name: tree.join(value) for name, value in tensors.items()}
+            tensors = {name: tree.join(value) for name, value in tensors.items()}  # from one row per conversation
         tensors = dict(zip(tensors, neutralize(experience.loss_mask.cpu(), *tensors.values()), strict=True))
         numbers: dict[str, Any] = {name: value.numpy().ravel() for name, value in tensors.items()}
         ids = numbers.pop("teacher_topk_ids", ())
@@ -141,7 +141,7 @@ class ServedScores:
 class ServedRewards:
     """Gets rewards from a reward model on a server started with `--is-embedding`; works like ServedScores.
 
-    In SGLang, the heads of Qwen2 and Qwen3 have a bias. transformers checkpoints have none, so SGLang initializes it at
+    In SGLang, Qwen2's and Qwen3's heads have a bias. transformers checkpoints have none, so SGLang initializes it at
     random, which shifts all rewards; docs/model-calls.md shows how to set it to 0.
     """
 

@@ -40,7 +40,7 @@ class VLLMProcess(ModelProcess):
 
     def environment(self) -> dict[str, str]:
         variables = super().environment()
-        variables["VLLM_API_KEY"] = self.token  # all users of the machine can see a command line
+        variables["VLLM_API_KEY"] = self.token  # all users on the machine can see a command line
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables the routes that pause, load and check
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # see `args_for`
         variables["VLLM_NO_USAGE_STATS"] = "1"

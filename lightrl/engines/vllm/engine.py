@@ -72,12 +72,12 @@ class VLLMEngine(ServerEngine):
     routes that load weights require no key, so let only the run's machines reach the server's port.
 
     A request's seed determines the tokens, unless an abort or a lost server interrupts the request. Images are not
-    supported: a request with images raises ValueError. On a CPU, when vLLM loads weights of a model with tied
+    supported: a request with images raises ValueError. On a CPU, when vLLM loads weights for a model with tied
     embeddings, it keeps the old output head, so the probe of `WeightSync` fails.
 
     Args:
-        vllm_python: Python of the environment that has vLLM; None searches for it as SGLangEngine does.
-        settings: settings of `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
+        vllm_python: Python in the environment that has vLLM; None searches for it as SGLangEngine does.
+        settings: settings for `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
             distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
             `record_routes: true` starts servers with `enable_return_routed_experts`, which needs vLLM's Model Runner
             V2; with null, only servers that you start with this flag return routes. Not tested on a real server yet.

@@ -1,9 +1,9 @@
 r"""math_answer: checks a completion's marked answer, for GSM8K, MATH and multiple choice.
 
-The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The metric
-`format` says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
+The last answer in `\boxed{}` or after `####` counts; if there is neither, the one after "the answer is". The `format`
+metric says whether the answer is marked correctly. Unicode variants are read as ASCII (`５`, `–5`, `½`, `（1，2）`).
 
-If the reference is a literal number, the answer must be one too: integer, decimal, fraction, mixed number, percentage,
+If the reference is a literal number, the answer must also be one: integer, decimal, fraction, mixed number, percentage,
 scientific notation or power, compared exactly, as fractions. `19 + 4` does not count as 23. Choice letters and words
 are compared literally; expressions.py compares other expressions.
 """
@@ -160,7 +160,7 @@ def math_answer(
     r"""Checks whether the completion's last marked answer equals the reference.
 
     Args:
-        trajectory: its prompt needs the field `answer`: a number, an expression, a letter or words, or a solution that
+        trajectory: its prompt needs an `answer` field: a number, an expression, a letter or words, or a solution that
             ends with one of these after `####` or in `\boxed{}`.
         format_reward: reward of a wrong answer in the right format, from which a policy that is never right can learn.
         require_format: whether an answer that is not in the right format counts as wrong.
@@ -169,7 +169,7 @@ def math_answer(
         `accuracy`: 1 if the last marked answer equals the reference;
         `format`: 1 if exactly one answer is marked by `####` (a number) or `\boxed{}`, nothing comes after it, and the
         completion ended with its stop token;
-        `lenient_accuracy`: also 1 if the last number of the completion equals the reference;
+        `lenient_accuracy`: also 1 if the last number in the completion equals the reference;
         `reward`: 1 if accurate, else `format_reward` if `format` is 1, else 0; `extracted`, the marked answer.
 
     Raises:
@@ -232,15 +232,15 @@ def _spoken_answer(text: str) -> Answer | None:
 
 
 def reference_answer(trajectory: Trajectory) -> str:
-    """Returns the part of the prompt's field `answer` that a completion is compared with."""
+    """Returns the part of the prompt's `answer` field that a completion is compared with."""
     fields = trajectory.prompt.fields
     reference = chat_as_text(fields.get("answer"))
     text = "" if reference is None else _normalized(str(reference)).strip()
     answer = final_answer(text)
     if not (text if answer is None else answer.text):
         raise ValueError(
-            f"Prompt {trajectory.prompt.id!r} needs a reference in its field 'answer'; it has {sorted(fields)}. "
-            "Set answer_column of the data."
+            f"Prompt {trajectory.prompt.id!r} needs a reference in its 'answer' field; it has {sorted(fields)}. "
+            "Set answer_column in the data."
         )
     return text if answer is None else answer.text
 
@@ -249,7 +249,7 @@ def equals(answer: str, reference: str, *, is_marked_by: str = _BOXED) -> bool:
     """Returns whether two answers have the same meaning. `50%` equals both `50` and `0.5`.
 
     Missing units, the case of words, and text after a choice letter are ignored. If the reference is a literal number,
-    the answer must be one too; in a box it may be the last side of an equation.
+    the answer must also be one; in a box it may be the last side of an equation.
     """
     answer, reference = _normalized(answer), _normalized(reference)
     if max(len(answer), len(reference)) <= _MAX_EXPRESSION_CHARS:
@@ -324,7 +324,7 @@ def number(text: str) -> frozenset[Fraction] | None:
 
 
 def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
-    """Returns the values and the unit of a literal number, given as normalized text; None for other text."""
+    """Returns the values and the unit of a number, given as normalized text; None for other text. See _LITERAL."""
     if len(text) > _MAX_NUMBER_CHARS:
         return None
     plain = _FRACTION.sub(lambda match: f" {match[1] or match[2]}/{match[3] or match[4]}", _plain(text))
@@ -340,17 +340,17 @@ def _literal(text: str) -> tuple[frozenset[Fraction], Unit] | None:
     if unit is None:
         return None
     try:
-        value = _power(match["above"]) / _power(match["below"] or "1")
-        value *= -1 if match["inner"] or match["inner_below"] else 1
+        value = _power(match["above"]) / _power(match["below"] or "1")  # above and below a fraction bar
+        value *= -1 if match["inner"] or match["inner_below"] else 1  # `(-2/3)`, `(2/-3)`
         value = _raised(value, int(match["power"] or 1)) * Fraction(10) ** int(match["ten"] or 0)
     except ArithmeticError:
         return None
     if match["whole"] is not None:
-        if value >= 1:
+        if value >= 1:  # `2 5/3` is not a mixed number
             return None
         value += int(match["whole"])
-    value *= -1 if (match["sign"] == "-") != bool(match["sign_after"]) else 1
-    return frozenset({value, value / 100} if match["percent"] else {value}), unit
+    value *= -1 if (match["sign"] == "-") != bool(match["sign_after"]) else 1  # `-$5`, `$-5`
+    return frozenset({value, value / 100} if match["percent"] else {value}), unit  # 50% may mean 50 or 0.5
 
 
 def _power(text: str) -> Fraction:

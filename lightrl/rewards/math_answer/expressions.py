@@ -69,7 +69,7 @@ _SPELLINGS = {
     }.items()
     for spelling in spellings.split()
 } | {"\\ ": ""}  # fmt: skip
-_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # line or angle ends
+_ENDS = re.compile(r"(\\angle|\\bar \{) ([A-Z]) ((?:(?<=\\angle . )[A-Z] )?)([A-Z])(?! [A-Z])")  # BA is AB; CBA is ABC
 _MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", "=": "=", r"\ne": r"\ne"}
 _RELATIONS = ("=", "<", ">", r"\le", r"\ge", r"\ne", r"\in")
 _SEPARATORS = (",", r"\or", r"\and")
@@ -132,10 +132,10 @@ def _is_same(given: Tokens, expected: Tokens) -> bool:
 def tokens(text: str) -> Tokens:
     """Splits a text into tokens with unified spelling, without spaces and without braces around a single token."""
     text = _FONT.sub(_without_font, text)
-    text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?", r"\\degree ", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ(?![A-Za-z])\s*\}?", r"\\degree ", text)  # `90^\circ`
     text = re.sub(r"(\\\\)\s*\[[^\]]*\]", r"\1", text)  # `\\[2pt]`
-    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
-    text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|binom))\s*([0-9])", r"\1{\2}", text)
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)  # all matrices get one spelling
+    text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|sqrt|binom))\s*([0-9])", r"\1{\2}", text)  # `\frac12`
     text = re.sub(r"(\\(?:[dtc]?frac|nicefrac|sfrac|binom)\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}", text)
     if _SENTENCE.search(text):  # words are not products of variables
         text = re.sub(r"(?<![A-Za-z\\])[A-Za-z]{2,}", r"\\\g<0> ", text)
@@ -154,7 +154,7 @@ def tokens(text: str) -> Tokens:
     joined = " ".join(result[:-1] if result[-1:] == [","] else result)
     joined = re.sub(r"(\\(?:triangle|angle|square)) \{ ([A-Z ]+) \}", r"\1 \2", joined)
     joined = re.sub(r"\( (\\pmod [^()]+) \)", r"\1", joined)
-    return tuple(_ENDS.sub(lambda match: min(match[0], f"{match[1]} {match[4]} {match[3]}{match[2]}"), joined).split())
+    return tuple(_ENDS.sub(lambda ends: min(ends[0], f"{ends[1]} {ends[4]} {ends[3]}{ends[2]}"), joined).split())
 
 
 def _without_font(match: re.Match[str]) -> str:
@@ -165,7 +165,7 @@ def _without_font(match: re.Match[str]) -> str:
 
 
 def _letters(items: Tokens) -> list[str]:
-    """Returns the tokens with words split into letters, and without the `_` in texts like `H_2O`."""
+    """Returns the tokens with words split into letters, and without the `_` in text like `H_2O`."""
     result: list[str] = []
     for token, after in itertools.zip_longest(items, items[1:], fillvalue=""):
         if token != "_" or not (result and result[-1].isalpha() and after[:1].isdecimal()):

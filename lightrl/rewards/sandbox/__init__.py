@@ -1,4 +1,4 @@
-"""Sandbox: runs untrusted programs with limits, for code_tests, the tool `python` and the commands of agents.
+"""Sandbox: runs untrusted programs with limits, for code_tests, the `python` tool and agents' commands.
 
 Reading order:
     local.py  Sandbox, the protocol; LocalSandbox, which asks a guard to run a program; Limits and Run

@@ -13,7 +13,7 @@ force in each run; missing layers are also logged when they change.
     cgroup         a writable memory cgroup, v1 or v2: bounds the total memory of all processes
     limits         everywhere: CPU time, memory, size and number of files, output, wall clock; an empty environment
 
-A program is refused if no layer protects other processes (namespaces, private_user, Landlock of Linux 6.12), files
+A program is refused if no layer protects other processes (namespaces, private_user, Landlock in Linux 6.12), files
 (private_user, landlock) or the network (namespaces, seccomp); macOS has none of these. Without `namespaces`, files are
 bounded individually but not in total, and a program may survive if the guard is killed by SIGKILL. Without
 `cgroup`, memory in use is summed 20 times a second, so each process may briefly use the whole bound; shared memory
@@ -64,7 +64,7 @@ StoppedBy = Literal["time", "memory", "output", "processes"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one run of a program."""
+    """Limits for a single program run."""
 
     cpu_s: float = 5.0  # per process; enforced in whole seconds, rounded up
     wall_s: float = 10.0
@@ -106,7 +106,7 @@ class LocalSandbox:
 
     Args:
         python: the interpreter that runs the programs.
-        readable: additional files and folders that programs may read, for example those of a data set.
+        readable: additional files and folders that programs may read, for example a data set's.
         environment: environment variables for the programs, which inherit none from this process.
         layers: the protections to use if the system supports them.
         unprotected: run programs even if no layer protects other processes, files or the network; they then have all
@@ -236,7 +236,7 @@ class LocalSandbox:
 
 
 def guard_prefix() -> str:
-    """Returns the prefix of a guard's folders and cgroups; first removes those of dead processes."""
+    """Returns the prefix of a guard's folders and cgroups; first removes dead processes' folders and cgroups."""
     if (groups := parent_of_groups()) is not None:
         remove_left_behind(groups, f"{_PREFIX}*")
     return own_prefix(_PREFIX)

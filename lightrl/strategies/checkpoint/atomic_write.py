@@ -116,7 +116,7 @@ class BackgroundWrites:
     def _submit(self, place: Path, task: Callable[[Progress], None]) -> None:
         """Starts a thread that waits for the previous write and then runs `task`."""
         if self._hung is not None and not self._hung.done.done():
-            raise _stall_error(place, f"an earlier write to {self._hung.place} still hangs")
+            raise _stall_error(place, f"an earlier write to {self._hung.place} is still hanging")
         progress, before = Progress(), self._last
 
         def work() -> None:
@@ -143,7 +143,7 @@ class BackgroundWrites:
         stalled_s, num_bytes, warns_at_s = 0.0, -1, _WARN_EVERY_S
         while not wait([write.done], _STEP_S).done:
             progress = write.progress
-            if progress.num_bytes != num_bytes or not progress.num_at_disk:
+            if progress.num_bytes != num_bytes or not progress.num_at_disk:  # it waits for other ranks
                 stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
                 continue
             stalled_s += _STEP_S  # counts waits, not clock time: a stopped process is not a hanging disk

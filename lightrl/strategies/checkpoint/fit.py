@@ -76,7 +76,7 @@ def check_named_optimizer(
         names: the names of the optimizer's parameters.
 
     Raises:
-        ValueError: if parameters of one group have different settings; torch would apply the first parameter's to all.
+        ValueError: if parameters in one group have different settings; torch would apply the first parameter's to all.
     """
     settings = [  # for each setting of each group, the names of its entries
         [f"param_groups.{names[parameter]}.{setting}" for parameter in group["params"] if parameter in names]

@@ -1,4 +1,4 @@
-"""Checkpoint folders of several processes: every rank saves and loads its part, under global parameter names.
+"""Checkpoint folders from several processes: every rank saves and loads its part, under global parameter names.
 
 The format is torch.distributed.checkpoint's, so any number of processes and any strategy can read it; `meta.pt` in the
 folder holds everything except weights and optimizers. Every file contains the id of its save; a folder that mixes two
@@ -100,7 +100,7 @@ def folder_writer(
                     write_sums(part, [".metadata"])  # the other files contain checksums
                     files = {file.relative_path for file in SafeReader(part).read_metadata().storage_data.values()}
                     if missing := sorted(name for name in files if not (part / name).is_file()):
-                        raise OSError(f"{', '.join(missing[:3])} of other ranks did not appear in {part}")
+                        raise OSError(f"{', '.join(missing[:3])} from other ranks did not appear in {part}")
                     publish(part, place)
         except (OSError, RuntimeError, CheckpointException) as error:
             if is_main:
@@ -121,7 +121,7 @@ class _Writer(FileSystemWriter):
 
 
 class _TrackedFiles(FileSystem):
-    """Files of a checkpoint that report write progress until they are synced and closed."""
+    """Files in a checkpoint that report write progress until they are synced and closed."""
 
     def __init__(self, save_id: str, progress: Progress) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from another save than .metadata. Use an earlier one.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from a different save than .metadata. Use another.")
     return rest
 
 

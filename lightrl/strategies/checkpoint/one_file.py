@@ -117,7 +117,7 @@ def _write(target: Path, write: Callable[[IO[bytes]], object], num_bytes: int, p
 
 
 def _discard(part: Path) -> None:
-    with contextlib.suppress(OSError):  # for example on a read-only disk, where the write has failed too
+    with contextlib.suppress(OSError):  # for example on a read-only disk, where the write has also failed
         part.unlink(missing_ok=True)
 
 

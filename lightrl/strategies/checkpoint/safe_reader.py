@@ -1,7 +1,7 @@
 """Reads torch's checkpoints as data: no code runs, whatever a file contains, and damaged bytes are refused.
 
-torch's reader unpickles `.metadata` and single values without limits, so a crafted file can run any command. torch
-writes a CRC-32 of every record but checks none, and mixes files of different saves; lightrl's files contain a save id.
+torch's reader unpickles `.metadata` and individual values without restriction, so a crafted file can run any command.
+torch writes a CRC-32 of every record but checks none, and mixes files from different saves; lightrl's have a save id.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _METADATA_FILE = ".metadata"
 OWN = "lightrl "  # prefix of a save id
 PARTS = ".distcp"  # suffix of tensor files
-# Any operation of a damaged or crafted pickle can fail.
+# Any operation in a damaged or crafted pickle can fail.
 _OPERATIONS_FAIL = (ValueError, TypeError, AttributeError, LookupError, ImportError, MemoryError, ArithmeticError)
 _DAMAGE = (*_OPERATIONS_FAIL, pickle.UnpicklingError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile)
 _CLASSES: tuple[type, ...] = (
@@ -121,7 +121,7 @@ def own_save_id(saved: Metadata) -> str | None:
 
 
 def mark_of(save_id: str, name: str) -> bytes:
-    """Returns the first bytes of a tensor file: the id of its save, and its name."""
+    """Returns the first bytes of a tensor file: the id of the save it belongs to, and its name."""
     return f"{save_id} {name}\n".encode()
 
 
@@ -170,7 +170,7 @@ class SafeReader(FileSystemReader):
 
 
 class _SafePlanner(DefaultLoadPlanner):
-    """torch's planner, changed to load single values as plain data; torch's unpickles them without limits."""
+    """torch's planner, changed to load individual values as plain data; torch's unpickles them unrestricted."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn

@@ -18,7 +18,7 @@ operations work token by token. Each rank has the results of its tokens, and the
 
 Source: DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509.
 
-Shapes: T tokens of the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
+Shapes: T tokens in the row, N trajectories, D head size, tensors of attention [1, heads, T, D].
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def arguments(model: PreTrainedModel, rows: PackedRows, *, with_states: bool) ->
     if is_flash(model):
         longest = {"max_length_q": rows.longest, "max_length_k": rows.longest}
         return {"cu_seq_lens_q": rows.starts, "cu_seq_lens_k": rows.starts, **longest, **of_states}
-    if not rows.kernels:  # chosen here, because in compiled layers sizes are symbolic, and a trial may compile too
+    if not rows.kernels:  # chosen here, because in compiled layers sizes are symbolic, and a trial may also compile
         config, device = model.config.get_text_config(), rows.device
         size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads

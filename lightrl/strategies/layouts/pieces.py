@@ -10,7 +10,7 @@ By the chain rule, the parts sum to the whole gradient, for every loss. A parame
 as an output of the first piece. Pieces cost one more forward; a microbatch that fits goes through the model once. The
 sum over P pieces adds rounding errors of at most P · ε · Σ |gradient of a piece|.
 
-Shapes: B trajectories, T tokens; R rows of a microbatch, W tokens in its longest row.
+Shapes: B trajectories, T tokens; R rows in a microbatch, W tokens in its longest row.
 """
 
 from __future__ import annotations

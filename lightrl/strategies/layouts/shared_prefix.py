@@ -13,7 +13,7 @@ to the one where they diverge. A segment holds the tokens between two branches:
     packed        p q a b c d e f    one row for the whole microbatch; attention repeats the keys of earlier segments
                                      (packed_attention.py)
 
-Shapes: B rows of the microbatch, T tokens of a row, R rows of a forward, N positions, H hidden size.
+Shapes: B rows in the microbatch, T tokens in a row, R rows in a forward, N positions, H hidden size.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much t
 
 
 class Segment(NamedTuple):
-    """Consecutive tokens of a row, which all rows below the segment share."""
+    """Consecutive tokens in a row, which all rows below the segment share."""
 
     row: int  # one of the rows that share it
     start: int  # position of the first token

@@ -164,7 +164,7 @@ class Pipeline:
         """Runs all microbatches through all stages, in the plan's order.
 
         Args:
-            num_microbatches: the same on all ranks of the pipeline.
+            num_microbatches: the same on all ranks in the pipeline.
             forward: (stage, microbatch, input from the previous stage) → input of the next stage; for the last stage,
                 the output that `backward` gets.
             backward: gets stage, microbatch, output, its gradient (None for the last stage), and whether this is the
@@ -221,7 +221,7 @@ class Pipeline:
         sending: deque[_Transfers],
         activation: Callable[[int], tuple[torch.Size, torch.dtype]],
     ) -> None:
-        """Starts this rank's transfers of the slot, in the same order on all ranks."""
+        """Starts this rank's transfers in the slot, in the same order on all ranks."""
         operations: list[dist.P2POp] = []
         sent: list[Tensor] = []
         arriving: list[tuple[Action, Tensor]] = []

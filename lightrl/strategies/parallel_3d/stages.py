@@ -97,13 +97,13 @@ class Feed:
         rows, columns = positions = predicting_positions(experience.loss_mask)
         device = experience.token_ids.device
         packed_rows = position_ids = routes = here = None
-        of_tokens = experience.routes if replays else None
+        token_routes = experience.routes if replays else None
         if is_packed:
             layout = packed(each_alone(experience), experience.token_ids.shape, group, multiple=multiple)
             packed_rows = PackedRows(layout.lengths, device, group=group)
-            tokens = to_device(torch.stack([layout.rows, layout.columns]), device)
+            tokens = to_device(torch.stack([layout.rows, layout.columns]), device)  # [2, P]
             token_ids, position_ids = experience.token_ids[tokens[0], tokens[1]][None], tokens[1][None]
-            routes = None if of_tokens is None else of_tokens[tokens[0], tokens[1]][None]
+            routes = None if token_routes is None else token_routes[tokens[0], tokens[1]][None]
             if group is None:
                 columns = to_device(layout.flat_indices, device)[rows, columns]
             else:
@@ -116,10 +116,10 @@ class Feed:
             width += -width % multiple
             token_ids = experience.token_ids[:, :width]
             token_ids = nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))
-            if of_tokens is not None:
-                of_tokens = of_tokens[:, :width]
-                routes = nn.functional.pad(of_tokens, (0, 0, 0, width - of_tokens.shape[1]), value=NATIVE)
-        predicted_rows, predicted = (each if here is None else each[here] for each in positions)
+            if token_routes is not None:
+                token_routes = token_routes[:, :width]
+                routes = nn.functional.pad(token_routes, (0, 0, 0, width - token_routes.shape[1]), value=NATIVE)
+        predicted_rows, predicted_columns = (each if here is None else each[here] for each in positions)
         return cls(
             token_ids=token_ids,
             position_ids=position_ids,
@@ -129,7 +129,7 @@ class Feed:
             columns=columns,
             here=here,
             positions=positions,
-            targets=Targets.at(experience, predicted_rows, predicted, candidates, settings),
+            targets=Targets.at(experience, predicted_rows, predicted_columns, candidates, settings),
         )
 
     @property

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-AXES = ("pp", "dp", "tp")  # cp is part of dp, since its ranks shard the parameters too
+AXES = ("pp", "dp", "tp")  # cp is part of dp, since its ranks also shard the parameters
 
 
 class Parallel3DStrategy(FSDP2Strategy):

@@ -110,7 +110,7 @@ def check_model(config: PretrainedConfig, tp: int) -> LogitTransform:
 
 
 def _check_layer(config: PretrainedConfig, layer: nn.Module, *, is_mixture: bool) -> None:
-    """Raises ValueError unless each module with parameters is planned, in a MoE block, or a norm of tokens or heads."""
+    """Raises ValueError unless each module with parameters is planned, in a MoE block, or a token or head norm."""
     modules, blocks = dict(layer.named_modules()), tuple(moe_blocks(layer))
     plan = layer_plan(tensor_plan(config), layer)
     if "" in blocks:
@@ -169,7 +169,7 @@ def check_world(sizes: Mapping[str, int], world_size: int) -> None:
 def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stages_per_rank: int) -> None:
     """Raises ValueError, suggesting the nearest valid sizes, if the model cannot be split like this."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
-        _refuse(config, "transformers has no plan of embed_tokens, layers and norm for its stages (base_model_pp_plan)")
+        _refuse(config, "transformers has no plan for its stages' embed_tokens, layers and norm (base_model_pp_plan)")
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
     if tp > 1:
         tensor_plan(config)
@@ -218,7 +218,7 @@ def split_layers(config: PretrainedConfig, num_stages: int, layer_parameters: fl
     The embedding is added to the first stage, which also holds the most activations, and the output head to the last.
 
     Args:
-        layer_parameters: the number of parameters of a layer, on average, with all its experts.
+        layer_parameters: the number of parameters in a layer, on average, with all its experts.
     """
     embedding = config.vocab_size * config.hidden_size / layer_parameters
     counts, load = [1] * num_stages, [1.0] * num_stages

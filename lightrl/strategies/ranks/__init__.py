@@ -1,4 +1,4 @@
-"""Ranks: the processes of a run, their communication, and the detection of failures.
+"""Ranks: a run's processes, their communication, and failure detection.
 
 Reading order:
     processes.py       exchanges sums, rows and messages from rank 0

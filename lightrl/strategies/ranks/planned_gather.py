@@ -100,7 +100,7 @@ def make_plan(
 
 
 def _unit(name: str) -> str:
-    """Returns the prefix of parameters that must have the same owner, such as those of a layer's attention or MLP."""
+    """Returns the prefix of parameters that must have the same owner, such as a layer's attention or MLP parameters."""
     parts = name.split(".")
     index = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return name if index is None else ".".join(parts[: index + 2])
@@ -278,7 +278,7 @@ def box_of(tensor: Tensor) -> Box:
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tuple(tensor.shape)
     sharded: Any = tensor
-    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints call this too
+    (chunk,) = sharded.__create_chunk_list__()  # torch's distributed checkpoints also call this
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 

@@ -1,4 +1,4 @@
-"""Ranks: the processes of a run, and how they exchange sums, rows and messages from rank 0.
+"""Ranks: a run's processes, and how they exchange sums, rows and messages from rank 0.
 
 `ranks_of(strategy)` returns them; with one process every method is trivial. Data-parallel ranks (dp) have different
 rows; ranks with the same `dp_rank` (along the tensor and pipeline axes) have the same rows. A role with its own mesh
@@ -183,7 +183,7 @@ def ranks_of(strategy: Strategy) -> Ranks:
 
 
 class ProcessRanks(Ranks):
-    """Several processes: all processes of the run, or those that hold one role's model.
+    """Several processes: all processes in the run, or those that hold one role's model.
 
     Args:
         dp_group: the ranks with different rows, in the order of `dp_rank`, on the device's backend.

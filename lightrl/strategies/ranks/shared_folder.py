@@ -47,8 +47,8 @@ def check_all_see(folders: Iterable[Path], ranks: Ranks) -> None:
             raise mark_as_on_all_ranks(
                 ValueError(
                     f"Checkpoints go to {folder}, but {names} cannot see rank 0's files there, or cannot write, so a "
-                    "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or the dirpath of "
-                    "ModelCheckpoint, to a folder that all hosts share under the same path."
+                    "checkpoint would lack the weights of those ranks. Set trainer.default_root_dir, or "
+                    "ModelCheckpoint's dirpath, to a folder that all hosts share under the same path."
                 )
             )
 

@@ -2,7 +2,7 @@
 
 A collective waits for every rank. Without a watch, the other ranks would wait half an hour for a failed rank, and the
 error would name a collective instead of the rank. On each rank a thread publishes the rank's state (phase, number of
-phases so far, time without a step) in a store on rank 0, and checks the store for failures of other ranks. Rank 0
+phases so far, time without a step) in a store on rank 0, and checks the store for failures on other ranks. Rank 0
 watches all ranks, and all ranks watch rank 0.
 
     rank 1 raises ──► puts its traceback into the store ──► the others print it ──► they exit, or are killed later
@@ -315,7 +315,7 @@ class RankWatch:
             return None
         behind = find_behind(states)
         if not set(behind) <= set(late):
-            return None
+            return None  # a rank that others wait for still makes progress
         waiting = next((rank for rank in late if rank not in behind), late[0])
         return -1, hang_message(states, waiting, self._hang_timeout_s), "", []
 

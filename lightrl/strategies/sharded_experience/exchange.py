@@ -5,7 +5,7 @@
                        3  3      round 2    rank 2 sends rows 2, 3 to rank 3: rank 0 sends no row twice
 
 Every rank computes the same plan, so no requests are needed. No rank receives a row twice, or a row that it already
-has, so every plan sends the minimum number of bytes. Shapes: W ranks of the run, B rows.
+has, so every plan sends the minimum number of bytes. Shapes: W ranks in the run, B rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def plan_sends(has: Tensor, needs: Tensor, sizes: Sequence[int]) -> list[list[Se
 def exchange(
     experience: ShardedExperience, tokens: Mapping[str, TokenRows], has: Tensor, needs: Tensor
 ) -> dict[str, TokenRows]:
-    """Returns these fields for exactly the rows that this rank needs. Collective over all ranks of the run.
+    """Returns these fields for exactly the rows that this rank needs. Collective over all ranks in the run.
 
     Args:
         experience: contains the rows; only their lengths are read.

@@ -2,7 +2,7 @@
 
 TokenRows holds one per-token field, without padding, for the rows that are on this rank.
 
-Shapes: B trajectories, T tokens of the longest trajectory, N tokens of the rows on this rank, W ranks of the run.
+Shapes: B trajectories, T tokens in the longest trajectory, N tokens in the rows on this rank, W ranks in the run.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class OnLossTokens:
 
 @dataclass(frozen=True)
 class ShardedExperience:
-    """All trajectories of an iteration; this rank has the tokens of only some of them.
+    """All trajectories in an iteration; this rank has the tokens of only some of them.
 
     It can be read like an Experience: `sharded.rewards` is [B] for all rows. A per-token field can be read if all its
     tokens are here, as with one rank; `local` contains the rows that are assigned to this rank.
@@ -206,7 +206,7 @@ class ShardedExperience:
         return sorted(name for name in (*self.rows, *self.tokens) if not name.startswith("_"))
 
     def read(self, name: str) -> Tensor | None:
-        """Returns a field or an extra of all rows, padded; None if it is not set. All rows must be here."""
+        """Returns a field or an extra for all rows, padded; None if it is not set. All rows must be here."""
         column = column_of(name)
         field = name if column is None else column.fields[0]
         if field not in self.tokens:

@@ -51,12 +51,12 @@ class OtherPrompts:
             for item, prompt in zip(trajectories, prompts, strict=True):
                 if prompt and item.first_branch < len(item.token_ids):
                     raise ValueError(
-                        f"The trajectory of prompt {item.prompt.id!r} has several conversations, so no other prompt "
+                        f"The trajectory for prompt {item.prompt.id!r} has several conversations, so no other prompt "
                         "can replace its own. Leave teacher_prompt out, or use a workflow with one conversation."
                     )
                 if prompt and (item.prompt.images or item.images):
                     raise ValueError(
-                        f"The trajectory of prompt {item.prompt.id!r} has images, which another prompt's token ids do "
+                        f"The trajectory for prompt {item.prompt.id!r} has images, which another prompt's token ids do "
                         "not contain. Leave teacher_prompt out, or return None for rows with images."
                     )
             values = [prompts, [*map(cls.start_of, trajectories)]]

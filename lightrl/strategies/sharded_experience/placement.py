@@ -1,7 +1,7 @@
 """Placement of rows: assigns each row to one minibatch and, for each role, to one data-parallel (dp) rank.
 
 Every rank computes the same placement from the lengths and groups of all rows. If rows are dropped later, the others
-stay where they are. Microbatches copies a rank's rows to its device. Shapes: B trajectories, W ranks of the run.
+stay where they are. Microbatches copies a rank's rows to its device. Shapes: B trajectories, W ranks in the run.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def shares(experience: ShardedExperience, ranks: Ranks) -> list[list[int]]:
 
 
 def minibatches(experience: ShardedExperience, *, epochs: int, seed: int) -> list[list[int]]:
-    """Returns the rows of each minibatch of each epoch, without minibatches whose rows were all dropped.
+    """Returns the rows in each minibatch of each epoch, without minibatches whose rows were all dropped.
 
     Minibatches are in ascending order in the first epoch, and in random order in later epochs.
     """

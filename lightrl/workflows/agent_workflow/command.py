@@ -284,7 +284,7 @@ def timeout_of(prompt: Prompt, timeout_s: float) -> float:
     """Returns the row's deadline, by default `timeout_s`; raises RolloutError if the row's deadline is invalid."""
     value = prompt.fields.get("agent_timeout_s", timeout_s)
     if (number := finite_number(value)) is None or number <= 0:
-        text = f"The column agent_timeout_s of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
+        text = f"The agent_timeout_s column of prompt {prompt.id!r} must be a finite number above 0, got {value!r:.80}."
         raise RolloutError(text)
     return number
 
@@ -322,7 +322,7 @@ def _interpreters(file: str, search_path: str) -> list[str]:
     if Path(first).name == "env":
         name = next((word for word in words if not word.startswith("-") and "=" not in word), "")
         found.append(shutil.which(name, path=search_path) or "")
-    # If the interpreter's path is long or contains a space, pip's scripts name it in their second line.
+    # If the interpreter's path is long or contains a space, scripts that pip installs name it on their second line.
     if long := re.search(r"^'''exec' (?:\"([^\"]+)\"|(\S+))", start, re.MULTILINE):
         found.append(long[1] or long[2])
     return found
@@ -349,7 +349,7 @@ def check_command(
     readable: Sequence[str],
     network: str | Sequence[str],
 ) -> None:
-    """Raises ValueError if a setting cannot work; names of programs and templates with {fields} are checked later."""
+    """Raises ValueError if a setting cannot work; program names, and templates with {fields}, are checked later."""
     words = [] if command is None or isinstance(command, str) else command[:1]
     if command is not None and not any("{" in word or shutil.which(word) for word in words):
         raise ValueError(f"command must be a list that starts with a program's path or name on PATH, got {command!r}.")

@@ -1,7 +1,7 @@
 """CompletionParser: splits a completion into thinking, text and calls. It is one of three parsers:
 
     a `tool_parser`      the user's function, which gets the text without its thinking; `parse_hermes` by default
-    a `renderer`         from the package `renderers`, chosen by name, or by the tokenizer's name for `auto`
+    a `renderer`         from the `renderers` package, chosen by name, or by the tokenizer's name for `auto`
     a response template  the tokenizer's, applied by transformers' `tokenizer.parse_response`
 
 Each of them turns a malformed call into a `ToolCall` with an error. A library that searches for tags may mistake a

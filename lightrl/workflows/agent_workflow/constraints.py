@@ -83,13 +83,13 @@ def _costs(value: object) -> Iterator[str]:
             yield from _costs(item)
 
 
-def _is_costly(pattern: str) -> bool:
+def _is_costly(pattern: str) -> bool:  # for a server, which expands repetitions; an estimate
     counts = re.findall(r"(\)?)\{(\d*)(?:,(\d*))?\}", pattern)
-    of_groups, others = (
+    group_counts, other_counts = (
         [min(float(high or low or 1), 1e9) for group, low, high in counts if bool(group) == is_group]
         for is_group in (True, False)
     )
-    num_repeated = math.prod(of_groups) * max(others, default=1.0)  # groups may be nested
+    num_repeated = math.prod(group_counts) * max(other_counts, default=1.0)  # groups may be nested
     return len(pattern) > _MAX_PATTERN_CHARS or num_repeated > _MAX_COUNT
 
 

@@ -70,7 +70,7 @@ class OpenAIEndpoint:
         host: an address of this machine, on which the server listens for agents.
         frozen: other models that agents may use, by name.
         port: 0 for any free port.
-        key: the API key of every session; by default, each session has a random key.
+        key: the API key for every session; by default, each session has a random key.
     """
 
     def __init__(

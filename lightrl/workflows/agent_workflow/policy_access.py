@@ -234,6 +234,7 @@ class PolicyAccess:
         return completion
 
     async def _continue(self, request: TextRequest, ids: list[int]) -> TextAnswer:
+        """Continues one prompt up to a stop text; adds logprobs if requested, and the prompt's if it is echoed."""
         num = min(request.max_new_tokens or 0, self.max_tokens - len(ids))
         completion = Completion([], [], [], "length")
         if num > 0:
@@ -242,16 +243,15 @@ class PolicyAccess:
         if stops := [(at, stop) for stop in request.stop if (at := text.find(stop)) >= 0]:
             at, stopped_by = min(stops)
             lengths = range(1, len(completion.token_ids) + 1)
-            text = text[:at]
-            num = next(num for num in lengths if stopped_by in self.renderer.text_of(completion.token_ids[:num]))
-            completion = cut_completion(completion, num, "stop")
+            kept = next(num for num in lengths if stopped_by in self.renderer.text_of(completion.token_ids[:num]))
+            text, completion = text[:at], cut_completion(completion, kept, "stop")
         answer = TextAnswer(completion, text, "", [], len(ids), stopped_by=stopped_by)
         if request.has_echo:
             answer = replace(answer, echoed=self.renderer.decode(ids))
         if not request.wants_logprobs:
             return answer
         tokens, logprobs = self._texts(completion.token_ids), [float(each) for each in completion.logprobs]
-        is_greedy = request.sampling.get("temperature", self.sampling.temperature) == 0
+        is_greedy = request.sampling.get("temperature", self.sampling.temperature) == 0  # each token is the likeliest
         top: TopLogprobs = [{token: each} if is_greedy else None for token, each in zip(tokens, logprobs, strict=True)]
         if not request.has_echo:
             return replace(answer, tokens=tokens, logprobs=logprobs, top_logprobs=top)

@@ -90,7 +90,7 @@ class AgentRequest:
 
 @dataclass(frozen=True)
 class RequestPattern:
-    """Describes requests of an agent. A request matches if it contains a match for each pattern that is set.
+    """Describes requests from an agent. A request matches if it contains a match for each pattern that is set.
 
     Args:
         model: a regular expression for the model's name in the request, which may be an alias.
@@ -105,7 +105,7 @@ class RequestPattern:
     def __post_init__(self) -> None:
         patterns = {item.name: getattr(self, item.name) for item in fields(self)}
         if not any(patterns.values()):
-            raise ValueError("Each pattern of untrained needs model, system or tools.")
+            raise ValueError("Each pattern in untrained needs model, system or tools.")
         for name, pattern in patterns.items():
             try:
                 re.compile(pattern or "")

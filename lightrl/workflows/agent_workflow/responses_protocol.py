@@ -168,12 +168,12 @@ class ResponsesExchange(Exchange):
         return items
 
     def _referred(self, item: JsonMapping) -> JsonMapping:
-        """Returns the item of an earlier response that this item refers to, or the item itself."""
+        """Returns the item from an earlier response that this item refers to, or the item itself."""
         if item.get("type") != "item_reference":
             return item
         if (referred := self.items.get(str(item.get("id")))) is None:
             raise RequestRefused(
-                f"No response of this session has the item {item.get('id')!r:.80}. Send the item itself.",
+                f"No response in this session has the item {item.get('id')!r:.80}. Send the item itself.",
                 status=404,
                 code="item_not_found",
             )
@@ -194,7 +194,7 @@ class ResponsesExchange(Exchange):
 
 
 def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
-    """Appends an item to the messages; thinking, text and calls of one answer become one message."""
+    """Appends an item to the messages; one answer's thinking, text and calls become one message."""
     kind, role, name = item.get("type", "message"), item.get("role"), item.get("name")
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = content_of(item.get("output"))
@@ -222,6 +222,6 @@ def _add_item(messages: list[JsonObject], item: JsonMapping) -> None:
     else:
         raise RequestRefused(
             f"An input item of type {kind!r:.80} with the name {name!r:.80} is not supported. Send messages, "
-            "reasoning, calls of functions and custom tools, and their outputs."
+            "reasoning, calls to functions and custom tools, and their outputs."
         )
     messages.append(answer)

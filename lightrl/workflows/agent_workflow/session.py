@@ -79,7 +79,7 @@ class _Snapshot:
     keys: list[MessageKey]  # one per message; the answer's key is the last
     tools: list[JsonObject]
     identity: tuple[object, ...]  # the answer's text and the ids of its calls
-    thinking: list[str]  # one text per message of the policy; the last belongs to the answer
+    thinking: list[str]  # one text per policy message; the last belongs to the answer
     answer_id: str  # the request's id; choices after the first append their index
     is_trained: bool
     num_prompt_tokens: int  # the request's tokens; the answer's tokens follow them
@@ -116,7 +116,7 @@ class AgentSession:
     generate: Generate
     renderer: TurnRenderer  # shared by all sessions; has a chat template
     parser: CompletionParser
-    max_tokens: int  # limit of one branch, at most the model's context
+    max_tokens: int  # limit for one branch, at most the model's context
     limits: AgentLimits = field(default_factory=AgentLimits)
     rules: RequestRules = field(default_factory=RequestRules)
     exceeds_limit: bool = False  # whether a request was refused because of max_tokens or a limit
@@ -140,7 +140,7 @@ class AgentSession:
 
         Raises:
             RequestRefused: if the session is over, the chat template fails on the request, the policy cannot read the
-                images, or the constraint is impossible. If the template rewrites history, `failure` is set too.
+                images, or the constraint is impossible. If the template rewrites history, `failure` is also set.
         """
         with self._recording_failure(), user_code(_template_failed, RequestRefused, LightRLError):
             keys: list[MessageKey] = []
@@ -260,7 +260,7 @@ class AgentSession:
 
         def failed(error: BaseException) -> RolloutError:
             return RolloutError(
-                f"Parsing a completion of prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the "
+                f"Parsing a completion for prompt {self.prompt.id!r} raised {type(error).__name__}: {error}. Fix the "
                 "tool parser."
             )
 
@@ -372,7 +372,7 @@ class AgentSession:
         return cut_completion(completion, num, "stop"), stop_in(num)
 
     def _check_limits(self, encoded: EncodedRequest, *, is_trained: bool) -> None:
-        """Refuses a request that exceeds one of the agent's limits; requests waiting for the engine count too."""
+        """Refuses a request that exceeds one of the agent's limits; requests waiting for the engine also count."""
         self._check_limit("requests", self._num_requests, "answers")
         num_turns = [role for role, _, _ in encoded.keys].count("assistant")
         self._check_limit("turns", num_turns, "answers in one conversation")
@@ -470,12 +470,12 @@ class AgentSession:
         return self._num_tokens - (0 if encoded.row is None else encoded.row.num_row_tokens)
 
     async def _request_completion(self, encoded: EncodedRequest, conversation: Conversation) -> Completion:
-        """Returns the policy's completion of a conversation: the request's, or a longer one after corrections."""
+        """Returns the policy's completion for a conversation: the request's, or a longer one after corrections."""
         request, token_ids = encoded.request, conversation.token_ids
         if len(token_ids) >= self.max_tokens:
             self.exceeds_limit = True
             raise RequestRefused(
-                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's words
+                f"prompt is too long: {len(token_ids)} tokens > {self.max_tokens - 1} maximum. "  # Anthropic's wording
                 f"The messages have {len(token_ids)} tokens, but must have fewer than the workflow's "
                 f"max_tokens={self.max_tokens}.",
                 code="context_length_exceeded",

@@ -47,7 +47,7 @@ from lightrl.workflows.workflow import Generate, Workflow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of them
+Agent = Callable[[Prompt, str, str], Any]  # a float, None, an AgentResult, or an awaitable of one of these
 
 
 class AgentWorkflow(Workflow):
@@ -74,7 +74,7 @@ class AgentWorkflow(Workflow):
         readable: additional files and folders that the program may read.
         network: `none`, `allow` (this machine's network), or hosts that the program may reach through an HTTP proxy.
         limits: limits for each agent.
-        agent_timeout_s: deadline for one run of the agent; a column of this name overrides it for its row.
+        agent_timeout_s: deadline for one agent run; a column with this name overrides it for its row.
         max_agents: how many agents may run at once; each uses two open files, and a sync function also uses a thread.
         max_tokens: maximum number of tokens in a conversation; by default and at most the model's context. A longer
             request is refused (`context_length_exceeded`), and the trajectory is truncated.
@@ -92,8 +92,8 @@ class AgentWorkflow(Workflow):
             the trajectory. If bad answers make agents fail, dropping the trajectory hides that from the policy.
         tool_parser: finds the calls in a completion's text; a function or its dotted path. None uses the tokenizer's
             response template or, if there is none, Hermes' format (Qwen 2.5 and 3).
-        renderer: a format of the package `renderers`, such as `qwen3.5`, to parse completions instead of `tool_parser`;
-            `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
+        renderer: a format from the `renderers` package, such as `qwen3.5`, to parse completions instead of
+            `tool_parser`; `auto` chooses the format by the tokenizer's name. Needs `pip install renderers`.
 
     Raises:
         ValueError: for a limit out of range, an unknown path or renderer, or a chat template that fails after a turn.
@@ -223,7 +223,7 @@ class AgentWorkflow(Workflow):
 
     async def _run_agent(self, session: AgentSession, base_url: str, api_key: str) -> AgentResult:
         name = f"The agent {self.agent_name}"
-        # A copy, so that `prompt.messages.append(...)` does not affect the other trajectories of the group.
+        # A copy, so that `prompt.messages.append(...)` does not affect the other trajectories in the group.
         arguments = (copy.deepcopy(session.prompt), base_url, api_key)
         timeout_s = timeout_of(session.prompt, self.agent_timeout_s)
         running = asyncio.ensure_future(call_within(self.agent, *arguments, timeout_s=timeout_s, name=name))

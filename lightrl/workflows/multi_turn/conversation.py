@@ -143,8 +143,8 @@ class Conversation:
         tools: JSON schemas for the chat template; None uses the tools in the prompt's row.
 
     Raises:
-        RolloutError: if the prompt has neither token ids nor messages, its token ids differ from those of its rendered
-            messages, or the policy cannot read an image in `opening`.
+        RolloutError: if the prompt has neither token ids nor messages, its token ids differ from its rendered
+            messages', or the policy cannot read an image in `opening`.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Conversation:
     def add_branch(self, other: Conversation, start: int, last: int) -> None:
         """Appends `other`'s tokens from `start` on; the first follows token `last` of this conversation (-1: no token).
 
-        After this call, only `trajectory` may be called.
+        After this call, only `trajectory` may be called; it uses the opening and images of the last branch.
         """
         first, num_other = len(self.token_ids), len(other.token_ids)
         num_added, gap = num_other - start, first - 1 - last  # gap: tokens between `last` and the first added token

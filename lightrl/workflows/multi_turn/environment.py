@@ -86,7 +86,7 @@ class Environment(ABC):
         return None
 
     def tool_schemas(self) -> list[JsonObject]:
-        """Returns JSON schemas of the tools that the chat template shows in the prompt; they must never change."""
+        """Returns JSON schemas for the tools that the chat template shows in the prompt; they must never change."""
         return []
 
 
@@ -177,7 +177,7 @@ class RetryWithFeedback(Environment):
 
     Args:
         reward: computes each completion's reward: a sync function of a Trajectory, or its dotted path. The Trajectory
-            has `prompt` and `completion` but no token ids. The function runs in a thread, with the deadline of a step.
+            has `prompt` and `completion` but no token ids. The function runs in a thread, with a step's deadline.
         feedback: what the policy reads after a wrong completion; a format string that may use the reward function's
             metrics, such as `{format}`. Other placeholders are left unchanged, as in `End with {answer}`.
         solved_reward: a completion with at least this reward ends the trajectory.

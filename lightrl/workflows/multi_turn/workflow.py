@@ -51,9 +51,9 @@ class MultiTurn(Workflow):
         max_tokens: maximum number of tokens in the trajectory; the default and upper limit is the model's context.
         discount: each reward is multiplied by this factor once for every earlier turn.
         truncated_reward: the reward of a completion that was cut off; the environment does not see that completion.
-        time_limit_s: time limit of one trajectory. When it expires, an unfinished completion is discarded, and a
+        time_limit_s: time limit for one trajectory. When it expires, an unfinished completion is discarded, and a
             trajectory without a finished turn is dropped.
-        step_timeout_s: deadline of one call to the environment; a call that misses it drops the trajectory.
+        step_timeout_s: deadline for one call to the environment; a call that misses it drops the trajectory.
 
     Raises:
         ValueError: if a limit is out of range, or the chat template does not work for several turns.
@@ -108,7 +108,7 @@ class MultiTurn(Workflow):
             try:
                 await self._ask(environment, "close")
             except RolloutError as error:
-                log.warning("Closing the environment of prompt %r failed: %s", prompt.id, error)
+                log.warning("Closing the environment for prompt %r failed: %s", prompt.id, error)
 
     async def _converse(
         self, environment: Environment, prompt: Prompt, generate: Generate, turn_log: TurnLog | None
@@ -147,7 +147,7 @@ class MultiTurn(Workflow):
             conversation.add_observation(observed)
         if not rewards:
             raise RolloutError(
-                f"No turn of prompt {prompt.id!r} finished within time_limit_s={self.time_limit_s:g} and "
+                f"No turn for prompt {prompt.id!r} finished within time_limit_s={self.time_limit_s:g} and "
                 f"max_tokens={self.max_tokens} (the prompt has {len(conversation.token_ids)} tokens). Increase a "
                 "limit, or shorten the prompt."
             )

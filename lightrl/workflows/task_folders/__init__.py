@@ -5,7 +5,7 @@ Reading order:
     rows.py        rows: turns a folder of tasks into data, and prepares their environments
     workflow.py    TaskWorkflow: an AgentWorkflow whose agent works in the task's environment
     verifier.py    Verifier: runs the tests on the agent's work
-    runtime.py     Runtime, the interface to machines, and the built-in values of the setting `runtime`
+    runtime.py     Runtime, the interface to machines, and the built-in values of the `runtime` setting
     local.py       this machine's sandbox, for environments that consist of files
     containers.py  docker and podman
 

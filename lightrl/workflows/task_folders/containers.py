@@ -61,7 +61,7 @@ class Docker(Runtime):
         if shutil.which(self.program) is None:
             return f"{self.program} is not installed. Install it, or choose another runtime."
         if shutil.which("timeout") is None:
-            return "the program `timeout` is not installed. Install GNU coreutils."
+            return "the `timeout` program is not installed. Install GNU coreutils."
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
@@ -120,7 +120,7 @@ class Docker(Runtime):
         start, remove = self._start(name, machine, request), [self.program, "rm", "--force", "--volumes", name]
         words = [shlex.join(["timeout", f"{_CALL_S:g}", *each]) for each in (start, remove)]
         command = ["/bin/sh", "-c", _LIFE, "sh", *words]
-        cwd = Path(request["folder"]).parent  # Podman's monitor may leave a file `oom` here
+        cwd = Path(request["folder"]).parent  # Podman's monitor may leave an `oom` file here
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, cwd=cwd, start_new_session=True) as life,

@@ -7,7 +7,7 @@
         tests/test.sh            writes /logs/verifier/reward.txt (a number) or reward.json (named numbers)
         solution/solve.sh        used only by scripts/task_folders/solve.py
 
-Source: https://www.harborframework.com/docs/tasks, version 1.2. The package `harbor` is not used: it needs Python 3.12
+Source: https://www.harborframework.com/docs/tasks, version 1.2. The `harbor` package is not used: it needs Python 3.12
 and 27 packages, among them servers and clients of other services; this module reads three files.
 """
 
@@ -122,7 +122,7 @@ class TaskFolder:
         return next((text for text, value in has.items() if value), None)
 
     def timeout_s(self, section: Literal["agent", "verifier", "environment"]) -> float:
-        """Returns the deadline of an agent, of the tests, or of a build; the default is 600 s."""
+        """Returns the deadline for an agent, the tests, or a build; the default is 600 s."""
         name = "build_timeout_sec" if section == "environment" else "timeout_sec"
         value = self._value(section, name, (int, float))
         if (number := finite_number(600.0 if value is None else value)) is None or number <= 0:

@@ -35,7 +35,7 @@ def rows(
     Args:
         split: has no effect, because a folder is one split.
         folder: the folder that contains the task folders.
-        runtime: where agents and tests run: `local`, `docker`, `podman` or the dotted path of a Runtime.
+        runtime: where agents and tests run: `local`, `docker`, `podman` or the dotted path to a Runtime.
         bad_tasks: what to do with tasks that cannot run there: raise an `error`, or `drop` and count them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Runtime: where agents and tests run; the common interface of this machine, containers and third-party sandboxes."""
+"""Runtime: where agents and tests run; the common interface for this machine, containers and third-party sandboxes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Runtime(ABC):
         Args:
             machine: where it runs. Afterwards, `<folder>/work` must have `machine.returned`, without links out of it.
             request: `command` (program and arguments), `environment` (variables), `stdin` (text), `folder` (a new path
-                on this machine; the program must find it too, with `home`, `tmp` and `files`), `files` (name →
+                on this machine; the program must also find it, with `home`, `tmp` and `files`), `files` (name →
                 text), `readable` and `needed` (paths on this machine that it may read), `port` (of the policy's
                 endpoint on 127.0.0.1; NO_ENDPOINT for none), `network`, and `limits` (`wall_s`, `memory_mib`, ...).
 
@@ -100,7 +100,7 @@ def cache_folder() -> Path:
 def runtime_of(name: str) -> Runtime:
     """Returns the runtime with this name or dotted path; raises ValueError if there is none."""
     if name not in NAMES and "." not in name:
-        raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path of a Runtime, got {name!r}.")
+        raise ValueError(f"runtime must be one of {', '.join(NAMES)} or the dotted path to a Runtime, got {name!r}.")
     kind = function_of(NAMES.get(name, name), "runtime")
     if not (isinstance(kind, type) and issubclass(kind, Runtime)):  # checked before the call: a row may name any path
         raise ValueError(f"runtime={name!r} must be a subclass of lightrl.workflows.task_folders.Runtime.")

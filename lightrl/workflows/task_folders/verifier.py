@@ -52,15 +52,15 @@ _IS_TEST = re.compile(r"test_.*\.py|.*_test\.py")
 
 @dataclass
 class Verifier:
-    """Runs a row's tests: those in its `task_folder`, or the command `verify`. TaskWorkflow documents the rules.
+    """Runs a row's tests: those in its `task_folder`, or the `verify` command. TaskWorkflow documents the rules.
 
     The agent's processes have ended. Tests get a copy of the agent's files, but not its variables or home folder.
 
     Args:
         verify: the command for rows without a task folder.
-        template: the setting `workspace_template`, the folder with the original files.
+        template: the `workspace_template` setting, the folder with the original files.
         hidden: files to copy over the agent's files.
-        timeout_s: deadline of `verify`.
+        timeout_s: deadline for `verify`.
         readable, network, limits: the agent's settings, which also apply to the tests.
         max_tests: how many tests may run at once; waiting does not count toward their deadlines.
     """
@@ -284,8 +284,8 @@ def restore_runners(folder: Path, template: Path | None) -> None:
 def remove_misleading(folder: Path, before: Collection[str], tests: Path | None = None, text: str = "") -> None:
     """Removes new files from an untrusted folder if they change how tests run but are not themselves tested.
 
-    These are settings and plugins of a test runner, and modules that Python would import instead of a library, because
-    they are next to tests or where tests start. Compiled modules are removed too: they can differ from the source.
+    These are settings and plugins for a test runner, and modules that Python would import instead of a library, because
+    they are next to tests or where tests start. Compiled modules are also removed: they can differ from the source.
 
     Args:
         folder: where tests start.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AgentSettings(TypedDict, total=False):
-    """The arguments of AgentWorkflow, except `agent` and `command`, for type checkers and the parser."""
+    """The arguments to AgentWorkflow, except `agent` and `command`, for type checkers and the parser."""
 
     workspace_template: str | None
     environment: Mapping[str, str] | None
@@ -48,11 +48,11 @@ class TaskWorkflow(AgentWorkflow):
     the data source names. When it has ended, its processes are killed, and tests/test.sh runs in a fresh copy of the
     environment, with the agent's version of the working directory. The reward is what the script writes to
     /logs/verifier: the number in reward.txt, or `reward` in reward.json, or the mean of the numbers there. The other
-    numbers in reward.json are metrics. If there is no reward, it is 0, and the metric `tests_without_reward` is 1.
+    numbers in reward.json are metrics. If there is no reward, it is 0, and the `tests_without_reward` metric is 1.
 
-    For other rows, the agent works in a copy of `workspace_template`. Then the files of `hidden` are copied over its
+    For other rows, the agent works in a copy of `workspace_template`. Then the files in `hidden` are copied over its
     work, and `verify` runs in a copy of the result. The reward is 1 if it exits with 0. With pytest, a test must
-    also have passed, and the metric `tests_passed_fraction` is the fraction of tests that passed.
+    also have passed, and the `tests_passed_fraction` metric is the fraction of tests that passed.
 
     Use it with `reward: lightrl.rewards.environment_reward`. If a limit ends the agent, it gets `truncated_reward`, and
     no tests run.
@@ -63,8 +63,8 @@ class TaskWorkflow(AgentWorkflow):
             the like comes from the image; any other program is mounted.
         verify: a test command for rows without a task folder; `{name}` is a column.
         hidden: with `verify`, a folder to copy over the agent's work when the agent has ended; `{name}` is a column.
-        verify_timeout_s: with `verify`, the deadline of the test command; task folders set their own deadlines.
-        kwargs: arguments of AgentWorkflow, except `agent`. Tests have the agent's limits and network; up to
+        verify_timeout_s: with `verify`, the deadline for the test command; task folders set their own deadlines.
+        kwargs: arguments to AgentWorkflow, except `agent`. Tests have the agent's limits and network; up to
             `max_agents` run at once, in addition to the agents.
     """
 

@@ -1,7 +1,7 @@
 """Tools: an environment with tools that the policy calls; a tool is a Python function or runs on a server.
 
 Reading order:
-    environment.py  ToolEnvironment, the parser of calls, and the tools calculator and python
+    environment.py  ToolEnvironment, the parser for calls, and the tools calculator and python
     mcp.py          MCPServer: the tools of an MCP server
 
 May import: the same as workflows/. To add a kind of server, subclass ToolServer.

@@ -200,7 +200,7 @@ class ToolServer(ABC):
 
     @abstractmethod
     def schemas(self) -> Sequence[JsonObject]:
-        """Returns JSON schemas of the tools, as chat templates expect them; called when the run starts."""
+        """Returns JSON schemas for the tools, as chat templates expect them; called when the run starts."""
 
     @abstractmethod
     def open(self) -> ToolServer:
@@ -270,7 +270,7 @@ class ToolEnvironment(Environment):
         parser: finds the calls in a completion; a function or its dotted path.
         max_calls: maximum number of calls per completion; further calls are answered with an error.
         max_result_chars: longer results are cut.
-        tool_timeout_s: deadline of one call; if a call misses it, the policy reads an error. `max_calls` times this
+        tool_timeout_s: deadline for one call; if a call misses it, the policy reads an error. `max_calls` times this
             deadline should be below the workflow's step_timeout_s.
 
     Raises:
@@ -468,7 +468,7 @@ def _power(base: int | float, exponent: int | float) -> complex:
 
 
 def _bounded(value: Any) -> int | float:
-    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is refused too
+    if isinstance(value, complex) or not abs(value) <= _MAX_ABS:  # NaN is also refused
         raise ValueError("the result is not a real number of at most 100 digits")
     return value  # type: ignore[no-any-return]
 

@@ -451,7 +451,7 @@ def test_what_messages_cannot_serve_drops_the_trajectory_with_its_reason(setting
         pytest.param({"sent": []}, "input must be text, or a list with at least one item", id="no input"),
         pytest.param(
             {"sent": [{"type": "item_reference", "id": "x"}]},
-            "No response of this session has the item 'x'",
+            "No response in this session has the item 'x'",
             id="a reference",
         ),
         pytest.param(

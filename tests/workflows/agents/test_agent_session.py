@@ -465,7 +465,7 @@ def test_turns_count_in_each_conversation() -> None:
     ("value", "message"),
     [
         (0.2, r"did not finish within 0\.2 s"),
-        (0, "column agent_timeout_s of prompt 'a' must be a finite number above 0, got 0"),
+        (0, "agent_timeout_s column of prompt 'a' must be a finite number above 0, got 0"),
         ("soon", "must be a finite number above 0, got 'soon'"),
         (float("nan"), "must be a finite number above 0, got nan"),
     ],

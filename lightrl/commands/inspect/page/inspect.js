@@ -331,7 +331,7 @@ async function trajectories(now) {
     ...arrows("page", state.offset > 0 && turn(-LIMIT), last < page.total && turn(LIMIT)),
     h("span", { class: "soft", id: "count" }, `${page.total ? `${number(state.offset + 1)} to ${number(last)} of ${number(page.total)}` : "none"}${missing}${part}`),
     page.notes.map((note) => h("span", { class: "note", role: "status" }, note)));
-  if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the callback TrajectoryLog to the run: it writes them every n iterations.")];
+  if (!page.total && !state.query && !page.missing_files) return [bar, empty("No trajectories. Add the TrajectoryLog callback to the run: it writes them every n iterations.")];
   const heads = COLUMNS.map(([name, isNumber]) => h("th", { class: isNumber ? "number" : HEADS[name], "aria-sort": state.sort === name ? (state.order === "desc" ? "descending" : "ascending") : null },
     h("button", { type: "button", onclick: () => { state.order = state.sort === name && state.order === "desc" ? "asc" : "desc"; state.sort = name; state.offset = 0; show(); } },
       HEADS[name] || name, state.sort === name ? (state.order === "desc" ? " ↓" : " ↑") : "")));
@@ -526,7 +526,7 @@ function pairs(values) {
 
 async function timeline(now) {
   const run = state.runs[state.run];
-  if (!run.traced.length) return empty("No trace. Add the callback Trace to the run: --trainer.callbacks+=Trace");
+  if (!run.traced.length) return empty("No trace. Add the Trace callback to the run: --trainer.callbacks+=Trace");
   if (!run.traced.includes(state.iteration)) state.iteration = run.traced.at(-1);
   const line = await ask("timeline", { run: state.run, iteration: state.iteration });
   if (now !== drawn) return null;

@@ -3,7 +3,7 @@
 Weights with the same input are fused (query, key and value; gate and up). The KV cache has preallocated slots (row i in
 slot i), and attention reads only as many tokens as the longest row has. The two halves of each head, which the rotary
 embedding pairs, are stored interleaved, so that the rotation is a single complex product. Queries and keys are permuted
-in the same way, which does not change their dot products. In float32 on a CPU, a step is one call of the compiled
+in the same way, which does not change their dot products. In float32 on a CPU, a step is one call to the compiled
 kernels, if they could be built.
 
 Shapes: n rows, H query heads, K KV heads, D head size, T tokens, V vocabulary.

@@ -165,7 +165,7 @@ def _build() -> Path:
             log.info("Building LocalEngine's kernels for this processor, once; this takes a few seconds.")
             built = Path(build_folder) / library.name
             _run([*command, str(_SOURCE), "-o", str(built)])
-            built.replace(library)  # atomic, because other ranks may build it too
+            built.replace(library)  # atomic, because other ranks may also build it
     return library
 
 

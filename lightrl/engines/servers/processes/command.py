@@ -53,7 +53,7 @@ def gpus_of_servers(
     Args:
         num: servers times `tp`.
         available: number of GPUs that torch sees.
-        trainer: GPUs of the trainer's ranks on this machine.
+        trainer: GPUs used by the trainer's ranks on this machine.
 
     Raises:
         ValueError: if there are too few GPUs.

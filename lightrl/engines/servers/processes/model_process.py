@@ -28,11 +28,11 @@ class ModelProcess(ServerProcess):
 
     Args:
         model_folder: contains config.json, and weights unless `load_format` is dummy; see `write_model_folder`.
-        python: Python of an environment with this kind of server; None to use `find_python`.
+        python: Python in an environment with this kind of server; None to use `find_python`.
         args: the server's arguments, keyed by name with `_` or `-`; see `flags`. They override the defaults.
         tp: number of GPUs.
-        seed: seed of the server's random number generator.
-        settings: other arguments of ServerProcess.
+        seed: seed for the server's random number generator.
+        settings: other arguments to ServerProcess.
     """
 
     title: str  # for example SGLang; packages use it in lower case, and environment variables in upper case

@@ -43,7 +43,7 @@ class HeldPort:
 
     A socket is bound to the port without listening. Linux then never uses the port for outgoing connections or for
     programs that ask for any free port, but a server that sets SO_REUSEADDR, as asyncio, uvicorn and http.server do,
-    can bind it. Other systems would refuse that server too, so the port is not reserved there.
+    can bind it. Other systems would also refuse that server, so the port is not reserved there.
 
     Args:
         host: the address that the server will listen on.
@@ -274,7 +274,7 @@ class ServerProcess:
         return {**os.environ, TOKEN_VARIABLE: self.token}
 
     def _write_secrets(self) -> Path:
-        """Writes the token to a file, because all users of the machine can see command lines."""
+        """Writes the token to a file, because all users on the machine can see command lines."""
         descriptor, name = tempfile.mkstemp(prefix=own_prefix("lightrl-secrets-"), suffix=".yaml")  # mode 0600
         with os.fdopen(descriptor, "w") as file:
             json.dump(dict.fromkeys(self.secret_arguments, self.token), file)  # JSON is YAML

@@ -1,9 +1,9 @@
 """CacheCanary: a short prompt that shows whether a load has emptied a server's prefix cache.
 
-KV cache entries of old weights must not be used with new weights. Each request has a cache key made of the run and the
-weight version, so a new request reuses none. But a request that a load interrupts keeps its old key when it recomputes
-its prefix, so only the cache flush protects it. The canary is generated before a load, and again after it under the
-*old* key. At that point, none of its tokens may be in the cache.
+KV cache entries from old weights must not be used with new weights. Each request has a cache key made from the run and
+the weight version, so a new request reuses none. But a request that a load interrupts keeps its old key when it
+recomputes its prefix, so only the cache flush protects it. The canary is generated before a load, and again after it
+under the *old* key. At that point, none of its tokens may be in the cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class CacheCanary:
             if num_cached == 0:
                 return None
             log.warning(
-                "%s kept %d cached tokens of weight version %d during a load. Flushing its cache now.",
+                "%s kept %d cached tokens from weight version %d during a load. Flushing its cache now.",
                 server.url,
                 num_cached,
                 weight_version,
@@ -72,7 +72,7 @@ class CacheCanary:
             return f"its prefix cache could not be checked after a load: {error}"
         if num_cached == 0:
             return None
-        return f"its prefix cache still has tokens of weight version {weight_version} after a load and a flush"
+        return f"its prefix cache still has tokens from weight version {weight_version} after a load and a flush"
 
     async def _generate(self, server: Server, weight_version: int) -> int:
         """Generates one token; returns how many prompt tokens were in the cache."""

@@ -45,7 +45,7 @@ TRANSFER_TIMEOUT_S = 120.0  # limit for broadcasting one bucket
 
 @dataclass(eq=False, kw_only=True)
 class WeightDelivery:
-    """The settings for sending weights. The loader sends whole weights, with added parameters merged in."""
+    """The settings for sending weights. The loader sends the full weights, with added parameters merged in."""
 
     loader_type: ClassVar[type[WeightLoader]] = WeightLoader
     transport: TransportName
@@ -81,7 +81,7 @@ class WeightDelivery:
             )
 
     def check_loads_whole(self, setting: str) -> None:
-        """Raises ValueError naming `setting` if loads do not send whole weights."""
+        """Raises ValueError naming `setting` if loads do not send the full weights."""
 
     def start_args(self) -> dict[str, Any]:
         """Returns SGLang's arguments for servers that are started here."""

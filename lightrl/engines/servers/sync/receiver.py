@@ -132,7 +132,7 @@ def main() -> None:
     options = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE)
     if not token:
-        sys.exit(f"The receiver needs {TOKEN_VARIABLE}. Set it to the token of the servers and the run.")
+        sys.exit(f"The receiver needs {TOKEN_VARIABLE}. Set it to the token that the servers and the run use.")
     folder = options.folder or folder_in_memory("lightrl-weights-")
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -34,7 +34,7 @@ class Receivers:
             self.urls.append(url)
 
     def start(self, host: str, token: str | None, *, port: int = 0, log_folder: Path | None = None) -> ServerProcess:
-        """Starts a receiver that listens on `host`. The folder outlives a restart, so the weights do too."""
+        """Starts a receiver that listens on `host`. The folder outlives a restart, and so do the weights."""
         self._folder = folder_in_memory("lightrl-weights-")
         command = [sys.executable, "-m", "lightrl.engines.servers.sync.receiver", "--host", host, "--port", "{port}"]
         self._process = ServerProcess(

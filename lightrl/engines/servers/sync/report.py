@@ -26,7 +26,7 @@ class SyncReport:
     absent: dict[str, str] = field(default_factory=dict)  # why the server was lost before the sync
     rolled_back: dict[str, str] = field(default_factory=dict)  # why the server serves the previous version again
     verified_by: dict[str, Verification] = field(default_factory=dict)  # the check that the server's weights passed
-    canaries: list[str] = field(default_factory=list)  # servers that cached a canary of the previous version
+    canaries: list[str] = field(default_factory=list)  # servers that cached a canary from the previous version
     num_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)  # stage, pause, load, verify, resume
 

@@ -49,7 +49,7 @@ class AdapterLoader(WeightLoader):
 
     @property
     def weight_version(self) -> int:
-        """The newest adapter version on all routable servers."""
+        """The newest adapter version that every routable server has."""
         return self.versions.newest
 
     def load(self, buckets: Iterable[Bucket], weight_version: int) -> None:
@@ -95,7 +95,7 @@ class AdapterLoader(WeightLoader):
         if not servers.left:
             lost = "; ".join(f"{url}: {reason}" for url, reason in servers.lost.items())
             raise WeightSyncError(
-                f"The adapters of version {weight_version} reached no server: {lost or 'no server is left'}. "
+                f"The adapters for version {weight_version} reached no server: {lost or 'no server is left'}. "
                 f"{versions.form.how_to_start}"
             )
         self.fleet.sessions.clear()

@@ -37,7 +37,7 @@ _USUAL = re.compile(  # common models' parameter names on servers; if only such 
 
 
 class ParameterCheck:
-    """Compares the names and shapes of each load with those of the first load."""
+    """Compares the names and shapes of each load with the first load's."""
 
     def __init__(self) -> None:
         self._first: dict[str, list[int]] | None = None  # shapes of the first load's parameters
@@ -101,7 +101,7 @@ class WeightVerifier:
             digests.close()
 
     def finish(self, weight_version: int) -> None:
-        """Blocks until the digests of a version are complete."""
+        """Blocks until the digests for a version are complete."""
         if weight_version in self._versions:
             self._versions[weight_version].finish()
 
@@ -132,12 +132,12 @@ class WeightVerifier:
         """Compares the digests as `verify` does, but ignores earlier results."""
         info = server.info
         if info is None or weight_version not in self._versions:
-            return "version", f"the digests of version {weight_version} are unknown"
+            return "version", f"the digests for version {weight_version} are unknown"
         expected = self._versions[weight_version].finish()
         layouts = info.layouts(server.digest_dtype)
         problem = info.layout_problem or unknown_layout(self.config, layouts[0])
         if problem is None and not any(layout in expected for layout in layouts):
-            problem = f"the digests of version {weight_version} were not computed for {layouts[0]}"
+            problem = f"the digests for version {weight_version} were not computed for {layouts[0]}"
         if problem is None and ranks is None:
             problem = "it does not report checksums"
         if problem is not None or ranks is None:

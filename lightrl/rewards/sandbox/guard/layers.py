@@ -82,7 +82,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
 
     Args:
         counts_all_of_user: whether the limit on processes also counts those outside the sandbox.
-        bounds_reserved: whether reserved memory is bounded too; Node and Java reserve far more than they use.
+        bounds_reserved: whether reserved memory is also bounded; Node and Java reserve far more than they use.
     """
     cpu_s = max(1, -(-int(limits["cpu_s"] * 1000) // 1000))
     memory_bytes, file_bytes = limits["memory_mib"] << 20, limits["file_mib"] << 20
@@ -98,7 +98,7 @@ def set_limits(limits: Json, *, counts_all_of_user: bool, bounds_reserved: bool)
         bounds[resource.RLIMIT_DATA] = (memory_bytes, memory_bytes)
         bounds[resource.RLIMIT_AS] = (memory_bytes + (1 << 30),) * 2  # plus shared libraries and reserved ranges
     if sys.platform == "linux":
-        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user; timers count too
+        bounds[resource.RLIMIT_SIGPENDING] = (_MAX_PENDING_SIGNALS, _MAX_PENDING_SIGNALS)  # per user; timers also count
     for what, (soft, hard) in bounds.items():
         _, allowed = resource.getrlimit(what)
         if allowed != resource.RLIM_INFINITY:
@@ -178,7 +178,7 @@ def mount_own(folder: str | None, owner: int, limits: Json) -> set[str]:
 
 
 def keep_mounts_private() -> bool:
-    """Keeps this namespace's mounts from spreading to the system; returns whether that works."""
+    """Stops this namespace's mounts from propagating to the host; returns whether it succeeded."""
     return mount("none", "/", None, _MS_REC_PRIVATE, "")
 
 
@@ -214,7 +214,7 @@ def may_have_private_user(uid: int, needs_read_right: bool) -> bool:
 
 
 def is_root() -> bool:
-    """Whether this process is root and other users exist; the root of a rootless container is an ordinary user."""
+    """Whether this process is root and other users exist; root in a rootless container is an ordinary user."""
     return os.getuid() == 0 and (sys.platform != "linux" or _is_mapped(1))
 
 
@@ -359,7 +359,7 @@ def refuse_file_handles() -> bool:
 
 
 def _install_filter(calls: tuple[int, ...], code: list[tuple[int, int, int, int]]) -> bool:
-    """Installs a filter that refuses these calls and those of other architectures, and applies `code` to the rest."""
+    """Installs a filter that refuses these calls and other architectures' calls, and applies `code` to the rest."""
     architecture = _REFUSED_CALLS[platform.machine()][0]
     head = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_ANSWER, 0, 0, _REFUSE), (_LOAD, 0, 0, 0)]
     head += [(_AT_LEAST, 0, 1, 0x40000000), (_ANSWER, 0, 0, _REFUSE)]  # x32 calls on x86-64

@@ -124,7 +124,7 @@ class Proxy:
     def connect(self, host: str, port: int) -> socket.socket:
         """Connects to a host; raises PermissionError if it is not allowed."""
         if not any(_matches(host, port, *allowed) for allowed in self.allowed):
-            raise PermissionError(f"{host}:{port} is not among the hosts of the workflow's setting `network`.")
+            raise PermissionError(f"{host}:{port} is not among the hosts in the workflow's `network` setting.")
         text = f"{host} resolves to this machine or a link-local address. To allow it, add the address to `network`."
         problem: OSError = PermissionError(text)
         for *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

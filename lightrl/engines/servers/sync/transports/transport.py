@@ -188,7 +188,7 @@ class DiskTransport(WeightTransport):
             return await asyncio.wait_for(in_thread(step, *arguments), servers.timeout_s)
         except TimeoutError as error:
             raise WeightSyncError(
-                f"the disk of {str(self.folder.root)!r} did not finish a step within engine.timeouts.sync_s="
+                f"a step on the disk that holds {str(self.folder.root)!r} took longer than engine.timeouts.sync_s="
                 f"{servers.timeout_s:g}. A network folder may be stuck. Check it, or set another weight_folder."
             ) from error
 
