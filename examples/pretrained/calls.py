@@ -28,7 +28,7 @@ PACKAGE = "bfcl-eval==2026.3.23"
 SHA256 = "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"
 DATA = "bfcl_eval/data"
 NUM_HELD_OUT = 100
-PARTIAL = 0.3  # reward if all arguments but none of the others were right; less than for the right call
+PARTIAL = 0.3  # for the right name, times the fraction of right arguments, unless all are right
 _TYPES = {"integer": "int", "string": "str", "boolean": "bool", "any": "str", "array": "list", "tuple": "list"}
 
 Values = dict[str, list[Any]]  # argument → values that it may have
@@ -43,9 +43,9 @@ def right_call(trajectory: Trajectory) -> dict[str, float]:
     ((name, possible),) = json.loads(trajectory.prompt.fields["possible_answer"]).items()
     call = call_of(trajectory.completion.strip()) if trajectory.finish_reason == "stop" else None
     fraction = right_fraction(call[1], possible) if call is not None and call[0] == name else 0.0
-    is_whole = fraction == 1
-    reward = 1.0 if is_whole else PARTIAL * fraction
-    return {"reward": reward, "accuracy": float(is_whole), "format": float(call is not None)}
+    is_correct = fraction == 1
+    reward = 1.0 if is_correct else PARTIAL * fraction
+    return {"reward": reward, "accuracy": float(is_correct), "format": float(call is not None)}
 
 
 def call_of(text: str) -> tuple[str, dict[str, Any]] | None:
