@@ -5,8 +5,9 @@
 
 The first command runs the command at the top of examples/quickstart/grpo.yaml in a process per seed, and writes
 `benchmarks/records/quickstart-grpo-0.json` and so on: command, commit, settings, machine, load, seed, seconds, memory
-and the curve. Examples that it builds on run first, in the same folder, unless their exports exist. A checkout with
-changed code is refused.
+and the curve. Examples that it builds on run first, in the same folder, unless their exports exist, and so do the
+commands at their tops that write a model or data (`python -m examples… --to runs/…`). A checkout with changed code is
+refused.
 
 The second command writes all statements about results from the records: the lines `# Takes:` and `# Reaches:` at the
 top of each example, and the text between `<!-- records: … -->` and `<!-- end -->` in README.md, examples/README.md and
@@ -25,6 +26,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -89,10 +91,9 @@ class Recorder(L.Callback):
             Path(self.path).write_text(json.dumps(self.curve))
 
     def _add(self, trainer: L.Trainer, names: Sequence[str] | dict[str, str], iteration: int) -> None:
-        for name in names:
-            if name in trainer.callback_metrics:
-                value = round(float(trainer.callback_metrics[name]), 5)
-                self.curve.setdefault(name, []).append([iteration, value])
+        for name, value in trainer.callback_metrics.items():
+            if name.startswith(tuple(f"{other}/" for other in names)) or name in names:  # also of each validation set
+                self.curve.setdefault(name, []).append([iteration, round(float(value), 5)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -130,15 +131,22 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     if not (work / "examples").exists():
         (work / "examples").symlink_to(ROOT / "examples")  # so that the command is what a reader types
     before = [command_of(stage) for stage in stages_before(name)]
+    for command, folder in dict.fromkeys(pair for stage in (*stages_before(name), name) for pair in writers_of(stage)):
+        if not (work / folder).exists():
+            started(command, work, options)
+    exports = exports_of(name) if options.quick else set()
     for stage, command in zip(stages_before(name), before, strict=True):
         if not all((work / folder / "config.json").exists() for folder in exports_of(stage)):
-            started(command, work, options)
+            exports |= exports_of(stage) if options.quick else set()
+            started(f"{command} {QUICK}" if options.quick else command, work, options)
     command = f"{command_of(name)} --seed_everything {seed}"
     curve = work / "curve.json"
     curve.unlink(missing_ok=True)
     begun = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": options.threads}
     recorder = f"--trainer.callbacks+=benchmarks.records.Recorder --trainer.callbacks.path={curve}"
-    used = started(f"{command} {recorder}", work, options)
+    used = started(f"{command} {recorder} {QUICK}" if options.quick else f"{command} {recorder}", work, options)
+    for folder in exports:  # of two iterations; a later run must not build on them
+        shutil.rmtree(work / folder, ignore_errors=True)
     return {
         "example": name,
         "seed": seed,
@@ -154,7 +162,7 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 def started(command: str, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a command to its end; returns the time and memory that it took."""
-    words = shlex.split(f"{command} {QUICK}" if options.quick else command)
+    words = shlex.split(command)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment |= {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
     begun_s = time.perf_counter()
@@ -207,6 +215,11 @@ def configs_of(name: str) -> list[Path]:
     return [ROOT / path for path in re.findall(r"--config (\S+)", command_of(name))]
 
 
+def writers_of(name: str) -> list[tuple[str, str]]:
+    """Returns the commands at the top of an example that write a model or data, each with its folder."""
+    return re.findall(r"python -m (examples\.[\w.]+ --to (runs/[\w/]+))", "\n".join(header_of(name)))
+
+
 def exports_of(name: str) -> set[str]:
     """Returns the folders that an example exports models to."""
     return set(re.findall(r"\bto: (runs/[\w/]+)", example_file(name).read_text()))
@@ -254,8 +267,12 @@ def label_of(name: str, metric: str) -> str:
     return "of held-out pairs" if has_pairs else HELD_OUT[metric]
 
 
-def reaches(records: Sequence[dict[str, Any]]) -> str:
-    """Describes the held-out result of each seed at the end, and at the start if it was measured."""
+def reaches(records: Sequence[dict[str, Any]], label: str = "") -> str:
+    """Describes the held-out result of each seed at the end, and at the start if it was measured.
+
+    Args:
+        label: one of several validation sets; empty for all together.
+    """
     if not records:
         return NOT_MEASURED
     name, metric = records[0]["example"], result_of(records[0])
@@ -266,10 +283,11 @@ def reaches(records: Sequence[dict[str, Any]]) -> str:
         what = f"samples {', '.join(texts)} % right" if is_share else f"reward of the samples {', '.join(texts)}"
         return f"{what}, {seeds_text(records)}" if values else "no curve"
     unit = " %" if metric.endswith("_fraction") else ""
-    ends = [record["curve"][metric][-1] for record in records]
+    curves = [record["curve"][f"{metric}/{label}" if label else metric] for record in records]
+    ends = [curve[-1] for curve in curves]
     text = f"{', '.join(number_text(metric, value) for _, value in ends)}{unit} {label_of(name, metric)}"
     text += f" after {ends[0][0]} iterations, {seeds_text(records)}"
-    firsts = [record["curve"][metric][0] for record in records]
+    firsts = [curve[0] for curve in curves]
     if all(iteration == 0 for iteration, _ in firsts):
         texts = sorted({number_text(metric, value) for _, value in firsts}, key=float)
         text += f" ({' to '.join(dict.fromkeys([texts[0], texts[-1]]))}{unit} before)"
@@ -321,8 +339,10 @@ def page_text(text: str) -> str:
 
 
 def line(name: str, _: str) -> str:
+    """Describes the results of an example; after a space, `name` may have the label of a validation set."""
+    name, _, label = name.partition(" ")
     records = records_of(name)
-    return reaches(records) if records else "no record yet"
+    return reaches(records, label) if records else "no record yet"
 
 
 def seeds_table(name: str, _: str) -> str:

@@ -41,6 +41,14 @@ def test_no_result_is_claimed_without_a_record() -> None:
     assert not {page: sentences for page, sentences in found.items() if sentences}
 
 
+def test_a_record_tells_the_result_of_each_validation_set() -> None:
+    curve = {"val/accuracy_fraction": [[0, 0.1], [2, 0.2]], "val/accuracy_fraction/hard": [[0, 0.0], [2, 0.125]]}
+    record = {"example": "pretrained/calls_grpo", "seed": 3, "curve": curve}
+    assert records.reaches([record], "hard") == "12.5 % of held-out prompts after 2 iterations, seed 3 (0.0 % before)"
+    folders = [folder for _, folder in records.writers_of("pretrained/calls_sft")]
+    assert folders == ["runs/pretrained/smollm2", "runs/pretrained/calls"]
+
+
 @pytest.mark.slow
 @pytest.mark.extra
 def test_a_run_leaves_its_record(tmp_path: Path) -> None:

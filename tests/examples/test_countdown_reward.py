@@ -23,16 +23,8 @@ def test_an_expression_that_reaches_the_target_is_right(completion):
 @pytest.mark.parametrize(
     ("completion", "reward"),
     [
-        pytest.param("5+2+3", 0.1, id="misses the target"),
-        pytest.param("13", 0.0, id="the target itself"),
-        pytest.param("5*2+3+0", 0.0, id="one number more"),
-        pytest.param("5+3+5", 0.0, id="a number twice"),
-        pytest.param("52/4", 0.0, id="two numbers as one"),
-        pytest.param("3/(5-5)", 0.0, id="division by 0"),
-        pytest.param("-3+5*2", 0.0, id="a sign in front"),
-        pytest.param("2**5-3", 0.0, id="a power"),
-        pytest.param("__import__('os')", 0.0, id="code"),
-        pytest.param("", 0.0, id="nothing"),
+        *[("5+2+3", 0.1), ("13", 0.0), ("5*2+3+0", 0.0), ("5+3+5", 0.0), ("52/4", 0.0), ("3/(5-5)", 0.0)],
+        *[("-3+5*2", 0.0), ("2**5-3", 0.0), ("__import__('os')", 0.0), ("", 0.0)],
     ],
 )
 def test_anything_else_is_not(completion, reward):

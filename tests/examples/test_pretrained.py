@@ -11,7 +11,7 @@ from test_every_example import fit
 from test_make_model import make_folder
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from examples.pretrained import reviews
+from examples.pretrained import calls, reviews
 from examples.pretrained.download import download
 from examples.pretrained.tasks import last_number, one_question, questions, sums
 from lightrl.commands.main import main
@@ -88,14 +88,9 @@ def test_ratings_become_rows_without_long_unclear_and_repeated_sentences(tmp_pat
     assert (len(train), len(held_out)) == (23, 8)
     labels = {row["question"]: row["answer"] for row in [*train, *held_out]}
     assert len(labels) == 31
-    assert (labels["Movie 1 is a joy."], labels["Movie 3 is dull."], labels["Été."]) == (
-        "positive",
-        "negative",
-        "positive",
-    )
-    assert [(row["question"][-1]["content"], row["answer"]) for row in shots] == [
-        (row["question"], row["answer"]) for row in held_out
-    ]
+    expected = {"Movie 1 is a joy.": "positive", "Movie 3 is dull.": "negative", "Été.": "positive"}
+    assert expected.items() <= labels.items()
+    assert [{**row, "question": row["question"][-1]["content"]} for row in shots] == held_out
 
 
 def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -122,38 +117,107 @@ def test_an_archive_with_another_hash_is_refused(tmp_path: Path, monkeypatch: py
         download(f"made-up==1.0 --hash=sha256:{'0' * 64}", folders[1])
 
 
+CALL = "shop.find(city='New York', size=[2.0, 3.5], near={'km': 5}, open=True)"
+POSSIBLE = {"city": ["New York", "NYC"], "size": [[2.0, 3.5]], "near": [{"km": [5, ""]}], "kg": [7.0, ""],
+            "open": ["", True]}  # fmt: skip
+ALL = "shop.find(size=[2.0, 3.5], near={}, city='n.y.c'"
+TWO_KEYS = ALL.replace("{}", "{'km': 4, 'km': 5}") + ")"
+NO_CALLS = [
+    *["", "NYC", "shop.find(city: str, size: list[float], near: dict, open: bool = ...)", "shop.find(city=str)"],
+    *["CALL\nCALL", "CALL; CALL", "CALL, CALL", "[CALL]", "(CALL)", "CALL()", "print(CALL)", "CALL or CALL", "x=CALL"],
+    *["Sure: CALL", "CALL.", "CALL # or", "```python\nCALL\n```", "`CALL`", "<think>\n</think>\n\nCALL", "await CALL"],
+    *["(shop.find)(city='NYC')", "shop.find(# NYC\rcity='NYC')", "shop.find(city=f'NYC')", "shop.find('NYC')", "\0"],
+    *["shop.find(**{'city': 'NYC'})", "shop.find(city='NYC', **{})", "shop.find(city='Rome', city='NYC')", TWO_KEYS],
+    *[f"shop.find(city={'(' * 9999}", f"shop.find(kg={'9' * 9999})", "shop.find(near={[]: 5})", "shop.find(city=NYC)"],
+]
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        *[(CALL, 1.0), (f"\n{CALL}\n", 1.0), (f"{ALL})", 1.0), (f"{ALL}, kg=7)", 1.0), ("shop.find(city='NYC')", 0.1)],
+        *[("shop.find()", 0.0), ("find(city='NYC')", 0.0), ("shop.find(city=['NYC'], near=[])", 0.0)],
+        *[(f"{ALL}, {wrong})", 0.225) for wrong in ("open=1", "open=''", "open='True'", "kg=1" + "0" * 999, "color=1")],
+        *[(ALL.replace(*change) + ")", 0.2) for change in (("2.0", "2"), (", 3.5", ""), ("{}", r"{'\d': 5}"))],
+        *[(text.replace("CALL", CALL), None) for text in NO_CALLS],
+    ],
+)
+def test_only_one_call_with_right_arguments_has_the_full_reward(completion: str, reward: float | None) -> None:
+    row = {"possible_answer": json.dumps({"shop.find": POSSIBLE})}
+    expected = {"reward": pytest.approx(reward or 0.0), "accuracy": reward == 1, "format": reward is not None}
+    assert calls.right_call(trajectory_that(completion, **row)) == expected
+    assert not any(calls.right_call(trajectory_that(completion, finish_reason="length", **row)).values())
+
+
+def test_no_held_out_call_has_a_function_or_a_request_of_the_train_rows(tmp_path: Path) -> None:
+    write_calls(tmp_path)
+    files = {path.stem: list(map(json.loads, path.read_text().splitlines())) for path in tmp_path.glob("*.jsonl")}
+    functions = {name: [row["function"] for row in rows] for name, rows in files.items()}
+    assert (len(functions["test"]), functions["train"].count("buy.f0"), functions["live_simple"]) == (4, 2, ["buy.f20"])
+    assert set(functions["multiple"]) == {*functions["test"], "buy.f12"}
+    row = next(row for row in files["multiple"] if row["function"] == "buy.f12")
+    assert row["question"] == (
+        "Function: buy.f12(num: int, sizes: list[float], kind: Literal['a', 'b'] = ...)\nBuys.\nRequest: Buy 12 of f12."
+    )
+    assert row["answer"] == "buy.f12(num=12, sizes=[0.5])"
+    assert json.loads(row["possible_answer"]) == {"buy.f12": {"num": [12], "sizes": [[0.5]], "kind": ["a", ""]}}
+
+
+def write_calls(folder: Path) -> None:
+    """Writes rows from an archive like bfcl-eval's, where question 22 repeats a request of another function."""
+    kinds = {"type": "string", "enum": ["a", "b"]}
+    schema = {"num": {"type": "integer"}, "sizes": {"type": "array", "items": {"type": "float"}}, "kind": kinds}
+    with zipfile.ZipFile(folder / "bfcl.whl", "w") as wheel:
+        sets = {"simple_python": [0, *range(12)], "multiple": range(13), "live_simple": [20, 21, 22]}
+        for name, numbers in sets.items():
+            questions, answers = [], []
+            for n in numbers:
+                parameters = {"type": "dict", "properties": schema, "required": ["num", "sizes"]}
+                chat = [{"role": "system", "content": "Buy!"}] * (n == 21) + [
+                    {"content": f"Buy {n % 22} of f{n % 22}."}
+                ]
+                function = {"name": f"buy.f{n}", "description": "Buys.", "parameters": parameters}
+                questions.append(json.dumps({"id": n, "question": [chat], "function": [function]}))
+                values = {"num": ["", n], "sizes": [[0.5]], "kind": ["a", ""]}
+                answers.append(json.dumps({"id": n, "ground_truth": [{f"buy.f{n}": values}]}))
+            wheel.writestr(f"{calls.DATA}/BFCL_v4_{name}.json", "\n".join(questions))
+            wheel.writestr(f"{calls.DATA}/possible_answer/BFCL_v4_{name}.json", "\n".join(answers))
+    calls.write_rows(folder / "bfcl.whl", folder, num_held_out=4)
+
+
+def write_task(name: str, folder: Path) -> list[str]:
+    """Writes rows for an example; returns the options that name them."""
+    if name.startswith("calls"):
+        write_calls(folder)
+    elif name == "reviews":
+        reviews.write_rows(RATINGS, folder, num_held_out=8)
+    else:
+        return []
+    return [f"--data.train={folder}/train.jsonl", f"--data.validation={folder}/test.jsonl"]
+
+
 @pytest.mark.usefixtures("as_a_command")
-def test_no_attack_on_the_reward_for_reviews_succeeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    policy = make_folder(tmp_path)
-    reviews.write_rows(RATINGS, tmp_path, num_held_out=8)
+@pytest.mark.parametrize("name", ["reviews", "calls_grpo"])
+def test_no_attack_on_the_reward_succeeds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [f"--model.policy={make_folder(tmp_path)}", *write_task(name, tmp_path)]
     capsys.readouterr()
-    command = ["doctor", "reward", "--config", "examples/pretrained/reviews.yaml", "--completions", "attacks"]
-    data = [f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]
-    assert main([*command, f"--model.policy={policy}", *data]) == 0
+    config = f"examples/pretrained/{name}.yaml"
+    assert main(["doctor", "reward", "--config", config, "--completions", "attacks", *options]) == 0
     table = capsys.readouterr().out
     assert "two answers with a hedge" in table
     assert "0 answers earned nothing, 0 attacks succeeded" in table
 
 
 @pytest.mark.usefixtures("as_a_command")
-@pytest.mark.parametrize("name", ["sums", "question", "reviews"])
+@pytest.mark.parametrize("name", ["sums", "question", "reviews", "calls_sft", "calls_grpo"])
 def test_the_examples_start_on_a_model_of_the_family(name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_folder(tmp_path))
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=72,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer), hidden_size=72, intermediate_size=96, num_hidden_layers=2, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     tokenizer.save_pretrained(tmp_path / "llama")
-    options = [f"--model.policy={tmp_path / 'llama'}"]
-    if name == "reviews":
-        reviews.write_rows(RATINGS, tmp_path, num_held_out=8)
-        options += [f"--data.train={tmp_path}/train.jsonl", f"--data.validation={tmp_path}/test.jsonl"]
+    options = [f"--model.policy={tmp_path / 'llama'}", *write_task(name, tmp_path)]
     fit(tmp_path / "run", ["--config", f"examples/pretrained/{name}.yaml"], *options)

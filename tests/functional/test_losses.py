@@ -40,14 +40,8 @@ def of_ratio(*ratios: float) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected_loss", "expected_gradient"),
     [
-        (1.0, 2.0, -2.0, -2.0),
-        (1.1, 2.0, -2.2, -2.2),
-        (1.5, 2.0, -2.4, 0.0),
-        (0.5, 2.0, -1.0, -1.0),
-        (1.5, -2.0, 3.0, 3.0),
-        (0.5, -2.0, 1.6, 0.0),
-        (0.9, -2.0, 1.8, 1.8),
-        (5.0, 0.0, 0.0, 0.0),
+        *[(1.0, 2.0, -2.0, -2.0), (1.1, 2.0, -2.2, -2.2), (1.5, 2.0, -2.4, 0.0), (0.5, 2.0, -1.0, -1.0)],
+        *[(1.5, -2.0, 3.0, 3.0), (0.5, -2.0, 1.6, 0.0), (0.9, -2.0, 1.8, 1.8), (5.0, 0.0, 0.0, 0.0)],
     ],
     ids=["on policy", "inside, good", "above, good: clipped", "below, good: back", "above, bad: back",
          "below, bad: clipped", "inside, bad", "no advantage"],
@@ -177,11 +171,8 @@ def test_the_sapo_loss_worked_by_hand(ratio, advantage, expected_loss, expected_
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, [0.5, 2.0, 8.0]),
-        ({"cap": 4.0}, [0.5, 2.0, 0.0]),
-        ({"cap": 4.0, "mode": "clamp"}, [0.5, 2.0, 4.0]),
-        ({"cap": 8.001, "mode": "mask"}, [0.5, 2.0, 8.0]),
-        ({"level": "sequence"}, [2.0, 2.0, 2.0]),
+        *[({}, [0.5, 2.0, 8.0]), ({"cap": 4.0}, [0.5, 2.0, 0.0]), ({"cap": 4.0, "mode": "clamp"}, [0.5, 2.0, 4.0])],
+        *[({"cap": 8.001, "mode": "mask"}, [0.5, 2.0, 8.0]), ({"level": "sequence"}, [2.0, 2.0, 2.0])],
         ({"level": "sequence", "cap": 1.5}, [0.0, 0.0, 0.0]),
         ({"level": "sequence", "cap": 1.5, "mode": "clamp"}, [1.5, 1.5, 1.5]),
         ({"level": "product", "cap": 9.0}, [8.0, 8.0, 8.0]),

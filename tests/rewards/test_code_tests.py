@@ -53,17 +53,12 @@ def test_a_right_program_is_accepted(program, tests):
 @pytest.mark.parametrize(
     ("program", "tests", "result"),
     [
-        ("print(4)", SUM, "wrong_answer"),
-        ("raise ValueError", SUM, "runtime_error"),
-        ("import os; os.abort()", SUM, "runtime_error"),
-        ("import time; time.sleep(600)", SUM, "time_limit"),
+        *[("print(4)", SUM, "wrong_answer"), ("raise ValueError", SUM, "runtime_error")],
+        *[("import os; os.abort()", SUM, "runtime_error"), ("import time; time.sleep(600)", SUM, "time_limit")],
         ("x = [bytearray(1 << 24) for _ in range(100)]", SUM, "memory_limit"),
-        ("while True: print('no')", SUM, "output_limit"),
-        ("def add(a, b): return a * b", ASSERT, "wrong_answer"),
-        ("def add(a, b): return 4", ADD, "wrong_answer"),
-        ("def plus(a, b): return a + b", ADD, "runtime_error"),
-        ("def add(a, b): return object()", ADD, "runtime_error"),
-        (" ", SUM, "no_program"),
+        *[("while True: print('no')", SUM, "output_limit"), ("def add(a, b): return a * b", ASSERT, "wrong_answer")],
+        *[("def add(a, b): return 4", ADD, "wrong_answer"), ("def plus(a, b): return a + b", ADD, "runtime_error")],
+        *[("def add(a, b): return object()", ADD, "runtime_error"), (" ", SUM, "no_program")],
     ],
 )
 def test_a_wrong_program_has_its_result(program, tests, result):
@@ -124,12 +119,9 @@ def test_tests_that_would_begin_too_late_count_as_time_limit():
 @pytest.mark.parametrize(
     ("completion", "program"),
     [
-        ("```\na\n```", "a\n"),
-        ("```python\na\n```\n```py\nb\n```", "b\n"),
-        ("```python\na\n```\n```text\noutput\n```", "a\n"),
-        ("print(1)", "print(1)"),
-        ("```python\nnever closed", ""),
-        ("```cpp\nint x;\n```", ""),
+        *[("```\na\n```", "a\n"), ("```python\na\n```\n```py\nb\n```", "b\n")],
+        *[("```python\na\n```\n```text\noutput\n```", "a\n"), ("print(1)", "print(1)")],
+        *[("```python\nnever closed", ""), ("```cpp\nint x;\n```", "")],
         ("```python\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
         ("```\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
         ("```\nprint('a b')\n```\nIt prints:\n```\na b\n```", "print('a b')\n"),
@@ -146,13 +138,10 @@ def test_tests_that_would_begin_too_late_count_as_time_limit():
         ('```python\n"""\n```\n1 2\n```\n"""\nprint(1)\n```\n', '"""\n```\n1 2\n```\n"""\nprint(1)\n'),
         (r"```python" "\nre.compile('\\d')\n```", "re.compile('\\d')\n"),
         ("```python\nfor i in range(\nNo:\n```python\nprint(1)\n```", "print(1)\n"),
-        ("```\nno code\n```python\nprint(1)\n```", "print(1)\n"),
-        ("So:\n```python\nprint(1)\n", "print(1)\n"),
-        ("~~~python\nprint('```')\n~~~", "print('```')\n"),
-        ("````py3\nprint(1)\n````", "print(1)\n"),
+        *[("```\nno code\n```python\nprint(1)\n```", "print(1)\n"), ("So:\n```python\nprint(1)\n", "print(1)\n")],
+        *[("~~~python\nprint('```')\n~~~", "print('```')\n"), ("````py3\nprint(1)\n````", "print(1)\n")],
         ("1. So:\n\n   ```py\n   if 1:\n     f()\n   ```\n", "if 1:\n  f()\n"),
-        ("- So: ```py\n\tf()\n\t```\n", "f()\n"),
-        ("> ```py\n> f()\n>  g()\n> ```\n> So.", "f()\n g()\n"),
+        *[("- So: ```py\n\tf()\n\t```\n", "f()\n"), ("> ```py\n> f()\n>  g()\n> ```\n> So.", "f()\n g()\n")],
     ],
 )
 def test_the_program_is_the_last_block_that_is_no_output_and_no_example_of_its_use(completion, program):

@@ -70,15 +70,7 @@ def test_ranks_that_share_a_row_have_the_outputs_and_gradients_of_one_process(re
         (Role(tiny_spec(), mesh=RoleMesh(0, 2)), {"cp": 2}, "whose roles have no mesh, got GRPO"),
     ],
     ids=[
-        "ranks",
-        "heads",
-        "hybrid",
-        "parallel hybrid",
-        "sparse",
-        "capped",
-        "scaled",
-        "own attention",
-        "attention",
+        *["ranks", "heads", "hybrid", "parallel hybrid", "sparse", "capped", "scaled", "own attention", "attention"],
         "mesh",
     ],
 )

@@ -191,14 +191,7 @@ def test_a_call_in_thinking_that_the_template_opened_does_not_run():
         ('<tool_call>{"name": "calculator", "arguments": "1"}</tool_call>', "not of the form"),
     ],
     ids=[
-        "unknown tool",
-        "tool raises",
-        "wrong name",
-        "wrong type",
-        "bool as int",
-        "no object",
-        "no JSON",
-        "open",
+        *["unknown tool", "tool raises", "wrong name", "wrong type", "bool as int", "no object", "no JSON", "open"],
         "text",
     ],
 )
@@ -288,15 +281,8 @@ def test_calls_are_found_in_order_with_text_around_them():
 @pytest.mark.parametrize(
     ("expression", "result"),
     [
-        ("12 * 34", "408"),
-        ("(3 + 4) * 2.5", "17.5"),
-        ("-2 ** 2", "-4"),
-        ("7 // 2 + 7 % 4", "6"),
-        ("8 / 2", "4"),
-        ("0.1 + 0.2", "0.3"),
-        ("1e3", "1000"),
-        ("max(1, sqrt(16), abs(-3))", "4"),
-        ("round(2.567, 2)", "2.57"),
+        *[("12 * 34", "408"), ("(3 + 4) * 2.5", "17.5"), ("-2 ** 2", "-4"), ("7 // 2 + 7 % 4", "6"), ("8 / 2", "4")],
+        *[("0.1 + 0.2", "0.3"), ("1e3", "1000"), ("max(1, sqrt(16), abs(-3))", "4"), ("round(2.567, 2)", "2.57")],
         ("10 ** 20", "100000000000000000000"),
     ],
 )
