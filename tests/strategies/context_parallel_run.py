@@ -42,7 +42,7 @@ def model_of(family: str) -> tuple[Any, torch.nn.Linear | None]:
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return make_model("qwen3"), head
     is_mixture = family in ("deepseek_v3", "qwen3_moe")
-    return moe_model(family, vocab_size=18) if is_mixture else make_model(family), None
+    return moe_model(family) if is_mixture else make_model(family), None
 
 
 def shard(model: Any, head: torch.nn.Linear | None, *, checkpoints: bool) -> None:

@@ -31,7 +31,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @cache
     def started(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        moe_spec(family, vocab_size=8).load_model().save_pretrained(folder / "model")
+        moe_spec(family, vocab_size=9).load_model().save_pretrained(folder / "model")
         if family in SLICED:
             (folder / "sliced").touch()
         run(SCRIPT, folder, "long" if family == FAMILIES[0] else "short")

@@ -40,6 +40,7 @@ from lightrl.strategies.layouts.packed_attention import PackedRows, Total, no_ma
 from lightrl.strategies.layouts.shared_prefix import each_alone, packed
 from lightrl.strategies.parallel_3d.pipeline import Pipeline
 from lightrl.strategies.parallel_3d.tensor_parallel import (
+    first_row,
     part_of_sequence,
     share_parameters,
     split_parameters,
@@ -250,6 +251,7 @@ class Stage(nn.Module):
             "hidden": hidden,
             "weight": local(head.weight),
             "group": group,
+            "first_id": first_row(head.weight, self.tp),
             "cap": self.logits.cap,
         }
         return functools.partial(vocab_parallel_topk, **inputs), functools.partial(vocab_parallel_logprobs, **inputs)

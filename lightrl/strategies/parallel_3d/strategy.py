@@ -69,8 +69,8 @@ class Parallel3DStrategy(FSDP2Strategy):
     Args:
         pp: number of pipeline ranks. Each holds a similar number of parameters, including the embedding and the head.
         dp: number of ranks with different trajectories. None means the world size divided by pp · cp · tp.
-        tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads. MoE
-            blocks are not split; their tokens are.
+        tp: number of ranks that share each layer and the vocabulary. Must divide the number of key-value heads, but
+            not the vocabulary. MoE blocks are not split; their tokens are.
         ep, cp: as in FSDP2Strategy, within a stage. ep must divide dp · cp · tp, and cp must divide the attention heads
             of a tp rank.
         schedule: `1F1B`, or `Interleaved1F1B` with several stages per rank, which idles less but sends more. The idle

@@ -1,9 +1,10 @@
 """Tensor parallelism: splits parameters over the tp axis, and runs the computations that need all tp ranks.
 
 Shapes: N positions that predict a token, J tokens whose logprobs are computed at each, H hidden size, V vocabulary;
-each tp rank holds V / tp. Between projections, hidden states are split along the sequence (sequence parallelism), so
-norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline sends 1 / tp of the bytes. Logits are
-never gathered: logprobs and entropies need only one MAX of [N] and one SUM of [2 + J, N] numbers over the tp axis.
+each tp rank holds V / tp, rounded up, and the last one the rest. Between projections, hidden states are split along the
+sequence (sequence parallelism), so norms and residuals cost each rank 1 / tp of the time and memory, and a pipeline
+sends 1 / tp of the bytes. Logits are never gathered: logprobs and entropies need only one MAX of [N] and one SUM of
+[2 + J, N] numbers over the tp axis.
 """
 
 from __future__ import annotations
@@ -122,8 +123,7 @@ def _distribute_parameters(module: nn.Module, mesh: DeviceMesh, placement: Place
 
 def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tensor:
     """Embeds tokens, [B, T, H], with an embedding whose rows are split over tp."""
-    weight = local(embedding.weight)
-    first = mesh.get_local_rank() * weight.shape[0]
+    weight, first = local(embedding.weight), first_row(embedding.weight, mesh)
     is_here = (token_ids >= first) & (token_ids < first + weight.shape[0])
     padding = embedding.padding_idx  # the padding row gets no gradient, as in one process
     if padding is not None:
@@ -136,6 +136,11 @@ def _embed(embedding: nn.Embedding, mesh: DeviceMesh, token_ids: Tensor) -> Tens
     parts = DTensor.from_local(rows, mesh, [Partial()], run_check=False)
     embedded: Tensor = parts.redistribute(mesh, [Replicate()]).to_local()
     return embedded
+
+
+def first_row(weight: Tensor, mesh: DeviceMesh) -> int:
+    """Returns the index of this rank's first row of an embedding or head [V, H]."""
+    return mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
 
 
 def part_of_sequence(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -163,24 +168,26 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     *,
     group: dist.ProcessGroup | None,
+    first_id: int = 0,
     cap: float | None = None,
     entropy_gradient: bool = True,
     masked_ids: Tensor | None = None,
     masked_rows: Tensor | None = None,
     supports: Supports | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes `functional.hidden_logprobs` with a head whose rows are divided equally over `group`, in rank order.
+    """Computes `functional.hidden_logprobs` with a head whose rows are divided over `group`.
 
     Args:
         hidden: [N, H], the same on all ranks; each rank computes only a summand of its gradient.
         weight: [V / tp, H], this rank's rows of the head.
         token_ids, temperature, entropy_gradient, masked_ids, masked_rows, supports: as in `hidden_logprobs`.
         group: process group of the tp axis; None for one rank.
+        first_id: the token id of this rank's first row.
         cap: logits are cap · tanh(logits / cap) before the temperature; None for no cap.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
-    first, mask = _own_part(weight, group, masked_ids, masked_rows)
-    ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first
+    mask = _own_mask(weight, first_id, masked_ids, masked_rows)
+    ids = (token_ids if token_ids.dim() == 2 else token_ids[:, None]) - first_id
 
     def compute(rows: Tensor | slice) -> tuple[Tensor, Tensor]:
         logprobs, entropy = _VocabParallelLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -197,7 +204,7 @@ def vocab_parallel_logprobs(
             None,
             supports,
             chunk_tokens=chunk_tokens,
-            first_id=first,
+            first_id=first_id,
             total=None if group is None else functools.partial(dist.all_reduce, group=group),
         )
         scores = scores if cap is None else torch.tanh(scores / cap) * cap
@@ -212,6 +219,7 @@ def vocab_parallel_topk(
     num: int,
     *,
     group: dist.ProcessGroup | None,
+    first_id: int = 0,
     cap: float | None = None,
     num_ids: int | None = None,
     masked_ids: Tensor | None = None,
@@ -220,12 +228,12 @@ def vocab_parallel_topk(
     """Computes `functional.hidden_topk`, int64 [N, num], from the top-k of each rank of `group`.
 
     Args:
-        hidden, weight, group, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
+        hidden, weight, group, first_id, cap, masked_ids, masked_rows: as for `vocab_parallel_logprobs`.
         num: number of tokens per position, at most V.
         num_ids: only the first `num_ids` ids are candidates; None for all.
     """
     hidden, weight, _, chunk_tokens = prepared(hidden, weight, None, _chunk_tokens(weight))
-    first, mask = _own_part(weight, group, masked_ids, masked_rows)
+    mask = _own_mask(weight, first_id, masked_ids, masked_rows)
     num_local = min(num, weight.shape[0])
     scores = hidden.new_empty(0, num_local, dtype=torch.float32)
     ids = torch.empty(0, num_local, dtype=torch.int64, device=hidden.device)
@@ -233,11 +241,13 @@ def vocab_parallel_topk(
         for chunk in chunks(hidden.shape[0], chunk_tokens):
             chunk_scores, _ = _scores(hidden, weight, 1.0, cap, mask, chunk)
             if num_ids is not None:
-                chunk_scores[:, max(0, num_ids - first) :] = -torch.inf
+                chunk_scores[:, max(0, num_ids - first_id) :] = -torch.inf
             largest = chunk_scores.topk(num_local, dim=1)
-            scores, ids = torch.cat([scores, largest.values]), torch.cat([ids, largest.indices + first])
+            scores, ids = torch.cat([scores, largest.values]), torch.cat([ids, largest.indices + first_id])
     if group is not None:
-        scores, ids = _gathered(scores, group), _gathered(ids, group)
+        padding = (0, num - num_local)  # the ranks' numbers of ids may differ; -inf is never among the `num` largest
+        scores = _gathered(nn.functional.pad(scores, padding, value=-torch.inf), group)
+        ids = _gathered(nn.functional.pad(ids, padding), group)
     return ids.gather(1, scores.topk(num, dim=1).indices)
 
 
@@ -248,14 +258,12 @@ def _gathered(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _own_part(
-    weight: Tensor, group: dist.ProcessGroup | None, masked_ids: Tensor | None, masked_rows: Tensor | None
-) -> tuple[int, Mask | None]:
-    """Returns this rank's first token id, and the part of the mask that concerns this rank's ids."""
-    first = 0 if group is None else dist.get_rank(group) * weight.shape[0]
+def _own_mask(weight: Tensor, first_id: int, masked_ids: Tensor | None, masked_rows: Tensor | None) -> Mask | None:
+    """Returns the part of the mask that concerns this rank's ids."""
     if masked_ids is None or masked_rows is None:
-        return first, None
-    return first, (masked_ids[(masked_ids >= first) & (masked_ids < first + weight.shape[0])] - first, masked_rows)
+        return None
+    own_ids = masked_ids - first_id
+    return own_ids[(own_ids >= 0) & (own_ids < weight.shape[0])], masked_rows
 
 
 def _chunk_tokens(weight: Tensor) -> int:
@@ -307,7 +315,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             largest = own_largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         # The sums are relative to this rank's largest score; make them relative to the largest of all ranks.
-        shift = own_largest - largest
+        shift = (own_largest - largest).clamp(min=-1e4)  # finite also if all of this rank's ids are masked
         sums = torch.stack([total * shift.exp(), (weighted + total * shift) * shift.exp(), *token_scores])
         if group is not None:
             dist.all_reduce(sums, dist.ReduceOp.SUM, group)

@@ -170,7 +170,7 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
     """Raises ValueError, suggesting the nearest valid sizes, if the model cannot be split like this."""
     if pp > 1 and set(getattr(config, "base_model_pp_plan", None) or {}) != _BODY:
         _refuse(config, "transformers has no plan for its stages' embed_tokens, layers and norm (base_model_pp_plan)")
-    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     if tp > 1:
         tensor_plan(config)
     if pp * tp > 1 and getattr(config, "is_heterogeneous", False):
@@ -181,16 +181,14 @@ def check_sizes(config: PretrainedConfig, pp: int, tp: int, schedule: str, stage
         if not isinstance(count, int):
             _refuse(config, f"its layers differ in {name}")
         if count % tp:
-            fitting = [
-                size
-                for size in divisors(config.num_key_value_heads)
-                if config.vocab_size % size == 0 and config.intermediate_size % size == 0
-            ]
+            fitting = [size for size in divisors(config.num_key_value_heads) if config.intermediate_size % size == 0]
             nearest = min(fitting, key=lambda size: (abs(size - tp), size))
             raise ValueError(
-                f"tp={tp} must divide the model's {name}={count}, as well as its heads, key-value heads, intermediate "
-                f"size and vocabulary. Set tp to {nearest} (possible: {_listed(fitting)})."
+                f"tp={tp} must divide the model's {name}={count}, as well as its heads, key-value heads and "
+                f"intermediate size. Set tp to {nearest} (possible: {_listed(fitting)})."
             )
+    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
+        raise ValueError(f"tp={tp} leaves the last rank no token of vocab_size={config.vocab_size}. Use a smaller tp.")
     num_stages = pp * stages_per_rank
     if config.num_hidden_layers < num_stages:
         raise ValueError(

@@ -45,36 +45,36 @@ STAGES, SLICES, PARTS = "in two stages", "on two tensor ranks", "in two parts of
 EXPERTS = "on two ranks with half of the experts each"
 # Under Parallel3DStrategy, or with cp; with `more`, all of them.
 CASES |= {
-    f"SFT {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7, validation_batch_size=7)),
-    f"DPO with LoRA {SLICES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"SFT {STAGES}": lambda _: (SFT(tiny_spec(), lr=0.01), UnequalSums(batch_size=7, validation_batch_size=7)),
+    f"DPO with LoRA {SLICES}": lambda _: (DPO(Role(tiny_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
 }
 MORE: dict[str, Any] = {
-    f"SFT, two batches an update, {STAGES}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
-    f"SFT with scaled logits {SLICES}": lambda _: (SFT(even_spec(SCALED), lr=0.01), UnequalSums(batch_size=7)),
-    f"DPO {SLICES}": lambda _: (DPO(even_spec(), lr=0.01), digits()),
-    f"DPO with LoRA {STAGES}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"SFT, two batches an update, {STAGES}": lambda _: (SFT(tiny_spec(), lr=0.01), UnequalSums(batch_size=3)),
+    f"SFT with scaled logits {SLICES}": lambda _: (SFT(tiny_spec(config=SCALED), lr=0.01), UnequalSums(batch_size=7)),
+    f"DPO {SLICES}": lambda _: (DPO(tiny_spec(), lr=0.01), digits()),
+    f"DPO with LoRA {STAGES}": lambda _: (DPO(Role(tiny_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
     f"RewardModel {STAGES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
     f"RewardModel {SLICES}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
-    f"SFT, two batches an update, {PARTS}": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=3)),
-    f"DPO with LoRA {PARTS}": lambda _: (DPO(Role(even_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
+    f"SFT, two batches an update, {PARTS}": lambda _: (SFT(tiny_spec(), lr=0.01), UnequalSums(batch_size=3)),
+    f"DPO with LoRA {PARTS}": lambda _: (DPO(Role(tiny_spec(), lora=LoRA(rank=2)), lr=0.01), digits()),
     f"RewardModel {PARTS}": lambda folder: (RewardModel(str(folder / "reward_model"), lr=0.01), digits()),
     f"SFT of a mixture {STAGES}": lambda _: (SFT(mixture(), lr=0.01), UnequalSums(batch_size=7)),
     f"SFT of a mixture, two batches an update, {EXPERTS}": lambda _: (
         SFT(mixture(), lr=0.01),
         UnequalSums(batch_size=3),
     ),
-    "SFT on two data ranks": lambda _: (SFT(even_spec(), lr=0.01), UnequalSums(batch_size=7)),
+    "SFT on two data ranks": lambda _: (SFT(tiny_spec(), lr=0.01), UnequalSums(batch_size=7)),
 }
-SCALED = {"model_type": "granite", "logits_scaling": 3.0}
+FOUR: dict[str, Any] = {  # on four ranks
+    f"SFT of mixtral {STAGES}, {EXPERTS}": lambda _: (SFT(mixture("mixtral"), lr=0.01), UnequalSums(batch_size=7)),
+    f"SFT of gpt_oss {STAGES}, {EXPERTS}": lambda _: (SFT(mixture("gpt_oss"), lr=0.01), UnequalSums(batch_size=7)),
+    f"DPO of a mixture {STAGES}, {PARTS}": lambda _: (DPO(mixture("glm4_moe"), lr=0.01), digits()),
+}
+SCALED = {**TINY_CONFIG, "model_type": "granite", "logits_scaling": 3.0}
 
 
-def even_spec(changes: dict[str, Any] | None = None) -> ModelSpec:
-    """Of a model that two tensor ranks can split."""
-    return tiny_spec(config={**TINY_CONFIG, "vocab_size": 18, **(changes or {})})
-
-
-def mixture() -> ModelSpec:
-    return replace(moe_spec(vocab_size=18), tokenizer=tiny_spec().tokenizer, seed=3)
+def mixture(family: str = "qwen3_moe") -> ModelSpec:
+    return replace(moe_spec(family), tokenizer=tiny_spec().tokenizer, seed=3)
 
 
 def digits() -> Digits:
@@ -82,6 +82,8 @@ def digits() -> Digits:
 
 
 def strategy_of(name: str) -> FSDP2Strategy:
+    if name in FOUR:
+        return Parallel3DStrategy(pp=2, ep=2) if EXPERTS in name else Parallel3DStrategy(pp=2, cp=2)
     if STAGES in name:
         return Parallel3DStrategy(pp=2)
     if SLICES in name:
@@ -95,7 +97,7 @@ def strategy_of(name: str) -> FSDP2Strategy:
 
 def save_reward_model(folder: Path) -> None:
     """A reward model to start from: a head that says 0 sends nothing back to its body."""
-    module = RewardModel(even_spec())
+    module = RewardModel(tiny_spec())
     module.configure_model()
     torch.nn.init.normal_(module.reward_model.score.weight, generator=torch.Generator().manual_seed(3))
     module.reward_model.save_pretrained(folder / "reward_model")
@@ -120,7 +122,7 @@ class FirstGradients(Callback):
 
 def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
     """Trains the case for an epoch and validates; gives what is compared."""
-    module, data = {**CASES, **MORE}[name](folder)
+    module, data = {**CASES, **MORE, **FOUR}[name](folder)
     first = FirstGradients()
     export = HuggingFaceExport(to=folder / name / "export")
     spread: dict[str, Any] = {"devices": devices, "strategy": strategy_of(name)} if devices > 1 else {"devices": 1}
@@ -140,8 +142,8 @@ def train(name: str, folder: Path, *, devices: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    cases = MORE if sys.argv[2:] else CASES
-    leave({name: train(name, folder, devices=2) for name in cases}, folder)
+    cases, devices = {"more": (MORE, 2), "four": (FOUR, 4)}.get(sys.argv[-1], (CASES, 2))
+    leave({name: train(name, folder, devices=devices) for name in cases}, folder)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
 """SFT, DPO and a reward model on two processes: each has a share of rows or model and learns what one does."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_scripts import ROUNDING, left_by, run
-from supervised_ranks_run import CASES, MORE, STAGES, save_reward_model, train
+from supervised_ranks_run import CASES, FOUR, MORE, STAGES, save_reward_model, train
 from transformers import AutoModelForCausalLM
 
 from lightrl.data import ChatBatch, PairBatch
 
 every_case = pytest.mark.parametrize("name", CASES)
-more_cases = pytest.mark.parametrize("name", MORE)
+more_cases = pytest.mark.parametrize("name", [*MORE, *FOUR])
 
 
 def worked(folder: Path, *args: str) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder that two processes worked in, and what each of them found."""
+    """The folder that the processes worked in, and what each of them found."""
     save_reward_model(folder)
     run(Path(__file__).with_name("supervised_ranks_run.py"), folder, *args)
-    return folder, left_by(2, folder)
+    return folder, left_by(4 if "four" in args else 2, folder)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +30,8 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 
 
 @pytest.fixture(scope="module")
-def two_ranks_more(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    return worked(tmp_path_factory.mktemp("two_ranks_more"), "more")
+def more_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[dict[str, Any]]]]:
+    return cache(lambda group: worked(tmp_path_factory.mktemp(group), group))
 
 
 def of_ranks(name: str, two_ranks: Any, what: str) -> dict[str, torch.Tensor]:
@@ -65,7 +67,7 @@ def test_two_ranks_learn_what_one_process_learns(name: str, two_ranks: Any, one_
 
 @every_case
 def test_every_rank_has_the_same_weights_and_metrics(name: str, two_ranks: Any) -> None:
-    first, second = (actual[name] for actual in two_ranks[1])
+    first, second = (actual[name] for actual in two_ranks[1][:2])
     assert first["metrics"] == second["metrics"]
     both = first["weights"].keys() & second["weights"].keys()
     assert STAGES in name or both == first["weights"].keys()
@@ -74,12 +76,13 @@ def test_every_rank_has_the_same_weights_and_metrics(name: str, two_ranks: Any) 
 
 @pytest.mark.extra
 @more_cases
-def test_more_layouts_learn_what_one_process_learns(name: str, two_ranks_more: Any, tmp_path: Path) -> None:
+def test_more_layouts_learn_what_one_process_learns(name: str, more_ranks: Any, tmp_path: Path) -> None:
     save_reward_model(tmp_path)
+    ranks = more_ranks("four" if name in FOUR else "more")
     expected = train(name, tmp_path, devices=1)
-    test_the_first_gradients_are_those_of_one_process(name, two_ranks_more, {name: expected})
-    test_two_ranks_learn_what_one_process_learns(name, two_ranks_more, {name: expected})
-    test_every_rank_has_the_same_weights_and_metrics(name, two_ranks_more)
+    test_the_first_gradients_are_those_of_one_process(name, ranks, {name: expected})
+    test_two_ranks_learn_what_one_process_learns(name, ranks, {name: expected})
+    test_every_rank_has_the_same_weights_and_metrics(name, ranks)
 
 
 def test_the_export_of_two_ranks_is_the_trained_model(two_ranks: Any) -> None:
