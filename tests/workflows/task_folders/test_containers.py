@@ -145,6 +145,8 @@ def test_what_an_agent_prints_and_leaves_is_bounded(state: Path) -> None:
     assert output.endswith("y\nend\n")
     with pytest.raises(RolloutError, match=r"more than limits.disk_mib \(1 MiB\)"):
         play(row, "head -c 3000000 /dev/zero >big", verifier)
+    with pytest.raises(RolloutError, match=r"stopped by its disk limit \(limits.disk_mib=1\)"):
+        play(row, "head -c 3000000 /dev/zero >endless; sleep 1000", verifier)
 
 
 def test_a_dockerfile_is_built_once(state: Path) -> None:
