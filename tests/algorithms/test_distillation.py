@@ -167,10 +167,8 @@ def test_each_row_is_read_by_its_teacher_and_served_teachers_come_first() -> Non
         ("teacher_c", ("teacher_b_logprobs", "teacher_a_logprobs")),
     ]
     rows = [make_trajectory(fields={"who": name}) for name in "acb"]
-    assert [module.prompts_of(role, rows) for role in ("teacher_a", "teacher_b")] == [
-        [[], None, None],
-        [None, None, []],
-    ]
+    assert module.prompts_of("teacher_a", rows) == [[], None, None]
+    assert module.prompts_of("teacher_b", rows) == [None, None, []]
     with pytest.raises(ValueError, match=r"Prompt 'prompt-0' has no teacher: its column 'who' is 'd'"):
         module.prompts_of("teacher_a", [make_trajectory(fields={"who": "d"})])
 

@@ -48,13 +48,8 @@ def test_a_secret_is_left_out_at_any_depth_and_the_original_keeps_it() -> None:
 
 
 def test_all_below_a_secret_is_left_out_or_replaced_and_placeholders_and_numbers_stay() -> None:
-    public = {
-        "OPENAI_API_KEY": "{api_key}",
-        "SERPER_API_KEY": "{env:SERPER}",
-        "key": True,
-        "token": 3,
-        "password": None,
-    }
+    public = {"OPENAI_API_KEY": "{api_key}", "SERPER_API_KEY": "{env:SERPER}", "key": True, "token": 3}
+    public["password"] = None
     secret = {"HF_TOKEN": "x{api_key}", "credentials": {"user": "me", "pins": ["1"]}, "api_keys": ["a", "b"]}
     assert without_secrets(public | secret) == public
     assert without_secrets([public | secret], "-") == [public | dict.fromkeys(secret, "-")]

@@ -107,13 +107,8 @@ def test_a_hang_that_blocks_the_event_loop_is_found_out_by_trying_alone():
 
 @pytest.mark.extra
 def test_expressions_that_grow_without_end_return_or_are_killed():
-    towers = [
-        "9^{" * 80 + "9" + "}" * 80,
-        "\\frac{1}{" * 90 + "2" + "}" * 90,
-        "99999999!",
-        "(" * 400,
-        "\\int x^{x^x} dx",
-    ]
+    towers = ["9^{" * 80 + "9" + "}" * 80, r"\frac{1}{" * 90 + "2" + "}" * 90]
+    towers += ["99999999!", "(" * 400, r"\int x^{x^x} dx"]
     with started(RewardPool("lightrl.rewards.math_answer", timeout_s=0.5, memory_limit_mib=1024)) as pool:
         results = outcomes(pool, *(trajectory_that(f"\\boxed{{{tower}}}", answer="x^2") for tower in towers))
     assert all(isinstance(item, RewardResult) or item.reason in ("timeout", "killed", "raised") for item in results)

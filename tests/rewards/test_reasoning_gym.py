@@ -58,10 +58,8 @@ def answered(row: dict[str, Any], completion: str) -> Trajectory:
 )
 def test_the_data_sets_own_scorer_gives_the_reward(completion: str, reward: float) -> None:
     row = list(reasoning_gym.rows(datasets=["leg_counting"], size=3))[2]
-    assert reasoning_gym.reward(answered(row, completion.format(row["answer"]))) == {
-        "reward": reward,
-        "accuracy": reward,
-    }
+    earned = reasoning_gym.reward(answered(row, completion.format(row["answer"])))
+    assert earned == {"reward": reward, "accuracy": reward}
 
 
 @pytest.mark.usefixtures("legs")

@@ -19,11 +19,8 @@ for line in sys.stdin:
     if request["method"] == "initialize":
         time.sleep(float(sys.argv[1]) if len(sys.argv) > 1 else 0)
         info = {"name": "shop", "version": "1"}
-        answer["result"] = {
-            "protocolVersion": params["protocolVersion"],
-            "capabilities": {"tools": {}},
-            "serverInfo": info,
-        }
+        answer["result"] = {"protocolVersion": params["protocolVersion"], "serverInfo": info}
+        answer["result"]["capabilities"] = {"tools": {}}
     elif request["method"] == "tools/list":
         answer["result"] = {"tools": [PRICE]}
     elif request["method"] == "tools/call":

@@ -61,10 +61,8 @@ def test_the_prompt_shows_the_tools_schema():
     (schema,) = json.loads(shown)
     assert schema["function"]["name"] == "halve"
     assert schema["function"]["parameters"]["required"] == ["number"]
-    assert schema["function"]["parameters"]["properties"]["number"] == {
-        "type": "integer",
-        "description": "what to divide",
-    }
+    number = schema["function"]["parameters"]["properties"]["number"]
+    assert number == {"type": "integer", "description": "what to divide"}
 
 
 def test_completions_without_calls_go_to_the_environment_beside_the_tools():
@@ -206,11 +204,8 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy(completion: str, says: 
 def test_several_calls_are_answered_in_order_and_at_most_so_many():
     environment = ToolEnvironment([halve], max_calls=2)
     completion = "".join(call("halve", number=number) for number in (2, 4, 6))
-    assert answers(environment, completion) == [
-        "1.0",
-        "2.0",
-        "Error: more than 2 calls in one turn; this one was not run",
-    ]
+    error = "Error: more than 2 calls in one turn; this one was not run"
+    assert answers(environment, completion) == ["1.0", "2.0", error]
 
 
 def test_a_long_result_is_cut():

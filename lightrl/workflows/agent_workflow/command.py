@@ -195,8 +195,13 @@ class AgentCommand:
             setting = f" (limits.{names[limit]}={getattr(self.limits, names[limit])})" if limit in names else ""
             return f"was stopped by its {limit} limit{setting}"
         how = f"exited: {code}"
-        if self.limits.disk_mib and (code == -signal.SIGXFSZ or os.strerror(errno.EFBIG) in output):
+
+        def is_from(number: signal.Signals) -> bool:
+            return code in (-number, 128 + number)  # a shell or a container adds 128
+
+        if self.limits.disk_mib and (is_from(signal.SIGXFSZ) or os.strerror(errno.EFBIG) in output):
             how += f", perhaps because a file reached limits.disk_mib={self.limits.disk_mib}"
+        how += ", perhaps because it reached a limit on memory" if is_from(signal.SIGKILL) else ""
         if os.strerror(errno.EAGAIN) in output:
             how += f", perhaps because it reached limits.processes={self.limits.processes}"
         readable = tuple(f"{os.path.realpath(path)}/" for path in (*request["readable"], *request["needed"]))

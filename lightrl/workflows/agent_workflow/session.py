@@ -39,15 +39,7 @@ from lightrl.engines.engine import Completion
 from lightrl.engines.servers.connection import ServerRefused
 from lightrl.errors import LightRLError, RolloutError
 from lightrl.models.images import read_with_pillow
-from lightrl.trajectory import (
-    LEADING_THOUGHTS,
-    FinishReason,
-    JsonMapping,
-    JsonObject,
-    Prompt,
-    Trajectory,
-    content_text,
-)
+from lightrl.trajectory import LEADING_THOUGHTS, FinishReason, JsonMapping, JsonObject, Prompt, Trajectory, content_text
 from lightrl.workflows.agent_workflow.command import AgentLimits
 from lightrl.workflows.agent_workflow.completion_parser import CompletionParser, has_hermes_calls, parse_text
 from lightrl.workflows.agent_workflow.constraints import grammar_of, way_out

@@ -38,6 +38,8 @@ _LABEL = "lightrl-owner"
 _UNBOUNDED_MIB = 1 << 30
 _MANY_PROCESSES = 1 << 15  # per user in all containers, Podman's maximum; --pids-limit bounds each container
 _CALL_S = 120.0
+_SIZE = ("inspect", "--type", "container", "--size", "--format", "{{.SizeRw}}")
+_SIZE_EVERY_S = 2.0  # between measurements of a container's files, if its disk is limited
 _MAX_COPIED_MIB = 1024  # maximum size of an agent's files if limits.disk_mib is not set
 _MAX_DEPTH = 100  # checking a path takes time in proportion to its depth, so deeper files are not copied
 # Starts and later removes a container. Ignores SIGPIPE, so that it continues after its reader has died.
@@ -89,13 +91,12 @@ class Docker(Runtime):
         async with self._container(machine, request) as name:
             await self._copy_in(name, machine, request)
             async with self._relay(name, request):
-                code, output = await self._execute(name, machine, request)
+                code, stopped_by, output = await self._execute(name, machine, request)
             await self._do("kill", name)
             Path(request["folder"]).mkdir(mode=0o700)
-            await self._copy_out(name, machine.returned, request)
-        stopped_by = "time" if code is None else None
-        report = {"exit_code": code, "stdout": output, "stopped_by": stopped_by, "layers": ["container"]}
-        return {**report, "problem": None}
+            if stopped_by is None:
+                await self._copy_out(name, machine.returned, request)
+        return {"exit_code": code, "stdout": output, "stopped_by": stopped_by, "layers": ["container"], "problem": None}
 
     def _call(self, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         command = [self.program, *words]
@@ -143,11 +144,11 @@ class Docker(Runtime):
         words += ["--user", "0", "--workdir", "/"]
         words += ["--network", "none" if request["network"] == "none" else "host"]
         words += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits["max_processes"])]
+        words += ["--log-driver", "none"]  # an agent can write to the output of the container's first process
         # Without these, Podman asks for higher limits than this process may have.
-        bounds = {"nofile": (limits["max_open_files"], resource.RLIMIT_NOFILE)}
-        bounds["nproc"] = (_MANY_PROCESSES, resource.RLIMIT_NPROC)
-        for kind, (bound, limit) in bounds.items():
-            allowed = resource.getrlimit(limit)[1]
+        bounds = {"nofile": limits["max_open_files"], "nproc": _MANY_PROCESSES, "fsize": limits["file_mib"] << 20}
+        for kind, bound in bounds.items():
+            allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{kind.upper()}"))[1]
             value = bound if allowed == resource.RLIM_INFINITY else min(bound, allowed)
             words += ["--ulimit", f"{kind}={value}:{value}"]
         if limits["memory_mib"] < _UNBOUNDED_MIB:
@@ -176,7 +177,7 @@ class Docker(Runtime):
             paths = await self._do("exec", name, "sh", "-c", _EMPTY, machine.task.workdir)
             await asyncio.to_thread(machine.clean, {path.removeprefix("./") for path in paths.splitlines()})
         with tempfile.TemporaryFile() as file:
-            await asyncio.to_thread(_pack, file, machine, request)
+            await asyncio.to_thread(pack, file, machine, request)
             await self._do("cp", "-", f"{name}:/", stdin=file)
 
     async def _copy_out(self, name: str, path: str, request: Json) -> None:
@@ -188,7 +189,7 @@ class Docker(Runtime):
         ):
             assert process.stdout is not None
             try:
-                await _finished(partial(_unpack, process.stdout, target, max_mib), process.kill)
+                await _finished(partial(unpack, process.stdout, target, max_mib), process.kill)
             except (OSError, ValueError, tarfile.TarError) as error:  # OSError: a name is too long, or the disk is full
                 text, is_missing = f"{error!s:.300}", False
                 if text == "empty file":
@@ -208,48 +209,54 @@ class Docker(Runtime):
             yield
             return
         words = [*RELAY_COMMAND, (await self._do("inspect", "--format", "{{.State.Pid}}", name)).strip()]
-        with subprocess.Popen(
-            [*words, str(request["port"])], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as relay:  # ends when its input is closed
+        with subprocess.Popen([*words, str(request["port"])], stdin=PIPE, stdout=PIPE) as relay:  # ends with its input
             assert relay.stdout is not None
             if not await _finished(relay.stdout.readline, relay.kill):
-                raise OSError(
-                    "the container's network namespace cannot be entered. Run as root or with a rootless podman, or "
-                    "set network: allow"
-                )
+                text = "cannot enter the container's network. Run as root or a rootless podman, or set network: allow"
+                raise OSError(text)
             yield
 
-    async def _execute(self, name: str, machine: Machine, request: Json) -> tuple[int | None, str]:
-        """Runs the program; returns its exit code (None after the deadline) and the end of its output."""
+    async def _fill(self, name: str, max_mib: int | None) -> str:
+        """Returns the name of the limit on disk as soon as a container's new files exceed it."""
+        while max_mib is None or int(await self._do(*_SIZE, name)) <= max_mib << 20:
+            await asyncio.sleep(_SIZE_EVERY_S)
+        return "disk"
+
+    async def _execute(self, name: str, machine: Machine, request: Json) -> tuple[int | None, str | None, str]:
+        """Runs the program; returns its exit code, the limit that ended it, and the end of its output."""
         words = ["exec", "--interactive", "--workdir", machine.task.workdir, name, "sh", "-c", _WITH_VARIABLES]
         program, *arguments = request["command"]
-        words += [f"{request['folder']}/variables.sh", Path(program).name if _is_of_image(program) else program]
-        words += arguments
+        program = Path(program).name if _is_of_image(program) else program
+        words += [f"{request['folder']}/variables.sh", program, *arguments]
         process = await asyncio.create_subprocess_exec(
             self.program, *words, stdin=PIPE, stdout=PIPE, stderr=STDOUT, cwd=Path(request["folder"]).parent
         )
         assert process.stdin is not None
         assert process.stdout is not None
         output = bytearray()
-        max_bytes = request["limits"]["output_kib"] << 10
+        limits = request["limits"]
 
         async def talk(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> int:
             stdin.write(request["stdin"].encode(errors="surrogatepass"))
             stdin.close()
             while chunk := await stdout.read(1 << 16):
                 output.extend(chunk)
-                del output[:-max_bytes]
+                del output[: -(limits["output_kib"] << 10)]
             return await process.wait()
 
-        code: int | None = None
+        running = asyncio.ensure_future(talk(process.stdin, process.stdout))
+        filling = asyncio.ensure_future(self._fill(name, limits["disk_mib"]))
         try:
-            with contextlib.suppress(TimeoutError):
-                code = await asyncio.wait_for(talk(process.stdin, process.stdout), request["limits"]["wall_s"])
+            await asyncio.wait([running, filling], timeout=limits["wall_s"], return_when=asyncio.FIRST_COMPLETED)
+            stopped_by = None if running.done() else await filling if filling.done() else "time"
+            return running.result() if stopped_by is None else None, stopped_by, output.decode(errors="replace")
         finally:
+            running.cancel()
+            filling.cancel()
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-        return code, output.decode(errors="replace")
+            await asyncio.gather(running, filling, return_exceptions=True)
 
 
 class Podman(Docker):
@@ -269,7 +276,7 @@ def _is_of_image(path: str) -> bool:
     return f"{path}/".startswith(tuple(f"{each}/" for each in SYSTEM_PATHS))
 
 
-def _pack(file: IO[bytes], machine: Machine, request: Json) -> None:
+def pack(file: IO[bytes], machine: Machine, request: Json) -> None:
     """Writes an archive to copy into a container: the request's folder, the machine's copies, and the agent's work."""
     folder, workdir = request["folder"].strip("/"), machine.task.workdir.strip("/")
     script = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables_of(request).items())
@@ -298,7 +305,7 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry.replace(uid=0, gid=0, uname="", gname="", deep=False)
 
 
-def _unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
+def unpack(stream: IO[bytes], target: Path, max_mib: int) -> None:
     """Extracts an untrusted archive's files, then its links within the target; raises ValueError above `max_mib`."""
     target.mkdir(parents=True, exist_ok=True)
     num_bytes, num_skipped, links = 0, 0, []

@@ -22,11 +22,7 @@ _PROGRESS_S = 5.0
 
 
 def rows(
-    split: str = "train",
-    *,
-    folder: str,
-    runtime: str = "local",
-    bad_tasks: Literal["error", "drop"] = "error",
+    split: str = "train", *, folder: str, runtime: str = "local", bad_tasks: Literal["error", "drop"] = "error"
 ) -> Iterator[JsonObject]:
     """Yields a row for each task in a folder, after building or pulling what its runtime needs.
 

@@ -81,16 +81,8 @@ TABLE = {
     "mktemp": ("mktemp", "f=$(mktemp) && echo a > $f && cat $f && rm $f; mktemp -d -p /var/tmp | wc -l"),
     "names of hosts": ("getent", "getent hosts localhost | wc -l; getent hosts \"$(hostname)\" | wc -l"),
     "modes": ("stat", "mkdir d && echo a > f && ln -s f l && stat -c '%n %A %F' d f l"),
-    "sed": ("sed", "printf 'a\nb\n' > f && sed -i 's/b/c/' f && cat f"),
-    "awk": ("awk", "printf '1 2\n3 4\n' | awk '{ s += $2 } END { print s }'"),
-    "grep": ("grep", "mkdir d && echo hay > d/a && echo needle > d/b && grep -rn needle . ; grep nothing d/a"),
-    "find": ("find", "mkdir -p a/b && touch a/b/c.py a/d.txt && find . -name '*.py' -exec basename {} \\;"),
-    "xargs": ("xargs", "seq 8 | xargs -P 4 -n 2 echo | sort"),
-    "diff and patch": ("diff patch", "printf 'a\nb\n' > f && printf 'a\nc\n' > g && diff -u --label f --label g f g > p; patch f p && cat f"),
     "process substitution": ("bash", "diff <(printf 'a\n') <(printf 'b\n')"),
     "gzip and xz": ("gzip xz", "seq 1000 > f && gzip -k f && gunzip -c f.gz | cmp - f && xz -k f && xz -dc f.xz | tail -1"),
-    "zip": ("zip unzip", "echo a > f && zip -q f.zip f && rm f && unzip -q f.zip && cat f"),
-    "jq": ("jq", "echo '{\"a\": [1, 2]}' | jq -c '.a[1]'"),
     "perl": ("perl", "perl -MFile::Temp=tempfile -e 'my ($f, $n) = tempfile(); print -e $n ? \"made\\n\" : \"no\\n\"'"),
     "curl of a local server": ("python3 curl", SERVER + "curl -sS http://127.0.0.1:PORT/f"),
     "openssl": ("openssl", "openssl version -d && openssl rand 8 | wc -c && printf a | openssl sha256"),
@@ -101,12 +93,11 @@ TABLE = {
     "locks": ("flock", "flock -n f true && flock f sh -c 'flock -n f true || echo locked'"),
     "file": ("file", "echo a > f && file f && file -L --mime-type /bin/sh | grep -c executable"),
     "devices": ("head", "head -c 3 /dev/zero | wc -c; echo a > /dev/null; echo a > /dev/full; echo a > /dev/stderr"),
-    "java": ("java javac", "echo 'class A { public static void main(String[] a) { System.out.println(7); } }' > A.java && java A.java"),
 }  # fmt: skip
 # What an agent has not where namespaces are refused: a name and a host's name, a /tmp, shared memory, other processes.
 NEEDS_VIEW = {"python's user", "node's user", "tmux", "whoami", "a fixed path in /tmp", "mktemp", "python's semaphores",
               "processes", "names of hosts", "ssh-keygen", "node's server", "curl of a local server"}  # fmt: skip
-SLOW = {"a local wheel", "python -m venv", "java", "npm", "g++", "node's files"}  # as fast as this machine's processor
+SLOW = {"a local wheel", "python -m venv", "npm", "g++", "node's files"}  # as fast as this machine's processor
 
 # Runs the table in the current folder; prints the results.
 RUN = """

@@ -77,6 +77,7 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     assert list((state / "containers").iterdir()) == []
     (start, *_) = calls(state, "run")
     assert "--memory 256" in start
+    assert "--log-driver none" in start  # else an agent can fill the disk by writing to /proc/1/fd/1
     assert "--volume" not in start  # the image has the program, and its own Python
     assert "COLORS=3" not in (state / "calls").read_text()  # all users can read arguments
 
@@ -145,6 +146,8 @@ def test_what_an_agent_prints_and_leaves_is_bounded(state: Path) -> None:
     assert output.endswith("y\nend\n")
     with pytest.raises(RolloutError, match=r"more than limits.disk_mib \(1 MiB\)"):
         play(row, "head -c 3000000 /dev/zero >big", verifier)
+    with pytest.raises(RolloutError, match=r"stopped by its disk limit \(limits.disk_mib=1\)"):
+        play(row, "head -c 3000000 /dev/zero >endless; sleep 1000", verifier)
 
 
 def test_a_dockerfile_is_built_once(state: Path) -> None:
@@ -230,6 +233,28 @@ def test_the_relay_leads_from_a_network_namespace_to_the_endpoint() -> None:
                 assert b"from outside" in subprocess.check_output([*enter, sys.executable, "-c", program])
         finally:
             inside.kill()
+
+
+@pytest.mark.extra
+def test_sandboxes_of_a_service_run_an_agent_that_reaches_the_endpoint(tmp_path: Path) -> None:
+    pytest.importorskip("swerex", reason="needs the package swe-rex: pip install swe-rex aiohttp")
+    if os.getuid() != 0:
+        pytest.skip("its server on this machine needs root")
+    task_in(tmp_path / "tasks" / "a", {})
+    (row,) = rows(folder=str(tmp_path / "tasks"), runtime="examples.agent.rex_sandboxes.OwnSandboxes")
+    agent = "import os, socket, urllib.parse as u; url = u.urlsplit(os.environ['OPENAI_BASE_URL']); "
+    agent += "print(socket.create_connection((url.hostname, url.port)).recv(9).decode())"
+    verifier = Verifier(network="allow")
+    command = verifier.command(["sh", "-c", f'python3 -c "{agent}" | tee answer'], verifier.start_agent)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, args=[server, b"42"], daemon=True).start()
+        prompt = Prompt("a", messages=[], fields=row)
+        result = asyncio.run(command.run(prompt, f"http://127.0.0.1:{server.getsockname()[1]}/v1", "key"))
+    assert result.output == "42\n"
+    assert asyncio.run(verifier.reward(prompt, str(result.workspace)))[0] == 1
+    assert not Path("/app").exists()
+    with pytest.raises(RolloutError, match="stopped by its time limit"):
+        play({**row, "agent_timeout_s": 1}, "sleep 1000", verifier)
 
 
 def use_runtime(name: str, folder: Path, patch: pytest.MonkeyPatch) -> str:

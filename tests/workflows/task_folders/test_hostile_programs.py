@@ -43,16 +43,8 @@ from lightrl.trajectory import Prompt
 from lightrl.workflows.task_folders import Verifier, rows
 
 ALWAYS = ("daemon", "files_outside", "network", "signals")
-NOT_OF_AGENTS = {
-    "prints": "an agent may print without end; the end of its output is kept",
-    "processor_time": "its deadline bounds an agent's processor time",
-}
-NOT_OF_CONTAINERS = {
-    "fork_bomb": "the program needs RLIMIT_NPROC; a container has --pids-limit",
-    "signals": "the program needs a process above it",
-    "huge_files": "the disk of a container has no limit",
-    "another thread": "the kernel kills one process at a time; those that fit go on",
-}
+NOT_OF_AGENTS = {"prints": "an agent may print without end", "processor_time": "its deadline bounds it"}
+NOT_OF_CONTAINERS = {"another thread": "the kernel kills one process at a time; those that fit go on"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -70,11 +62,11 @@ class InTask:
         self.prompt = Prompt("a", messages=[], fields=row)
         self.verifier = Verifier()
 
-    def run(self, program: str, stdin: str, limits: Limits) -> Run:
+    def run(self, program: str, stdin: str, limits: Limits, **others: int) -> Run:
         command = self.verifier.command([sys.executable, "-I", "-B"], self.verifier.start_agent)
         request = command.request_of(f"{command.root}/{secrets.token_hex(8)}/work", self.prompt, URL, "")
         request["command"] += ["-X", "utf8", "-X", "int_max_str_digits=0", f"{request['folder']}/program.py"]
-        request["limits"] |= asdict(limits)
+        request["limits"] |= asdict(limits) | others
         request |= {"files": {"program.py": program}, "stdin": stdin, "layers": [*request["layers"], "cgroup"]}
         try:
             reply = asyncio.run(self.verifier.start_agent(request, self.prompt))
@@ -132,6 +124,16 @@ def sandbox(made: InTask, runtime: str, request: pytest.FixtureRequest) -> InTas
 @pytest.fixture
 def namespaced(sandbox: InTask) -> InTask:
     return sandbox
+
+
+WRITE = "import time\nfor n in range(300): open(f'{n}', 'wb').write(b'x' * (1 << 20))\ntime.sleep(600)"
+ENDLESS = {"talks": ("while True: print('x' * 1000)", 5, "time", 64 << 10), "writes files": (WRITE, 600, "disk", 0)}
+
+
+@pytest.mark.parametrize(("program", "wall_s", "cause", "num_bytes"), ENDLESS.values(), ids=ENDLESS)
+def test_an_agent_that_writes_without_end_is_stopped(program, wall_s, cause, num_bytes, sandbox: InTask) -> None:
+    result = sandbox.run(program, "", Limits(wall_s=wall_s, output_kib=64), disk_mib=40)
+    assert (result.stopped_by, len(result.stdout)) == (cause, num_bytes)
 
 
 def test_an_agent_sees_neither_the_trainer_nor_the_users_of_the_machine(

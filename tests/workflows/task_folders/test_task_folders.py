@@ -109,13 +109,10 @@ COPY ["one", "three"]
 USER nobody
 """
     files = {f"environment/{name}": name for name in ("one", "two-a", "two-b", "folder/inner")}
-    task = task_in(
-        tmp_path / "task", {**files, "environment/Dockerfile": dockerfile}, '[environment.env]\nMORE = "1"\n'
-    )
-    agent = (
-        "pwd; cat three folder/inner; ls /data/in; cat /data/in/made; echo $SHADE,$OLD,$MORE$OF_BUILD; echo ${PATH%%:*}"
-    )
-    agent += "; ls /tests; echo 42 >answer"
+    files["environment/Dockerfile"] = dockerfile
+    task = task_in(tmp_path / "task", files, '[environment.env]\nMORE = "1"\n')
+    agent = "pwd; cat three folder/inner; ls /data/in; cat /data/in/made; echo $SHADE,$OLD,$MORE$OF_BUILD; "
+    agent += "echo ${PATH%%:*}; ls /tests; echo 42 >answer"
     (reward, metrics), output = play_task(task, agent)
     assert output.split("\n")[:5] == ["/app", "onefolder/innermade", "one", "two-a", "two-b"]
     assert "red\ndark red,style,1\n/app/bin\n" in output
@@ -230,13 +227,10 @@ def test_the_work_of_an_honest_agent_earns_the_reward(hostile_task: TaskFolder) 
 
 
 def test_only_new_files_that_mislead_tests_are_removed(tmp_path: Path) -> None:
-    hidden = (
-        "ast.py json.cpython-312-x86_64-linux-gnu.so re/__init__.pyc yaml/__init__.py helpers/__init__.py a/b/tox.ini"
-    )
-    hidden += " unit/json.py a/__pycache__/x.pyc evil.egg-info/entry_points.txt a/evil.pth"
-    work = (
-        "calendar.py a/json.py json/data.txt conftest.txt unit/test_a.py setup.cfg email/__init__.py inner/__init__.py"
-    )
+    hidden = "ast.py json.cpython-312-x86_64-linux-gnu.so re/__init__.pyc yaml/__init__.py helpers/__init__.py "
+    hidden += "a/b/tox.ini unit/json.py a/__pycache__/x.pyc evil.egg-info/entry_points.txt a/evil.pth"
+    work = "calendar.py a/json.py json/data.txt conftest.txt unit/test_a.py setup.cfg email/__init__.py "
+    work += "inner/__init__.py"
     for name in f"{hidden} {work}".split():
         (tmp_path / "app" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "app" / name).touch()
@@ -288,9 +282,7 @@ VERIFY_CASES = {
 
 
 @pytest.mark.parametrize(("agent", "reward", "passed"), VERIFY_CASES.values(), ids=VERIFY_CASES)
-def test_a_command_verifies_a_repository_with_hidden_tests(
-    agent: str, reward: float, passed: float, repository: Path
-) -> None:
+def test_a_command_verifies_work_with_hidden_tests(agent: str, reward: float, passed: float, repository: Path) -> None:
     template = str(repository / "repos" / "{name}")
     settings: dict[str, Any] = {"template": template, "hidden": str(repository / "hidden" / "{name}")}
     words = ["env", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1", sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
