@@ -23,6 +23,7 @@ ENTRY_POINTS = {
     "task folders": "lightrl.workflows.task_folders.rows",  # for a folder of tasks as the source of data
     "Muon": "lightrl.models.muon.MuonWithAdamW",  # for `optimizer: muon`
     "fast decoder": "lightrl.engines.local.fast.fast_decoder",  # for LocalEngine and the models it supports
+    "quantization": "lightrl.models.quantized.NF4",  # for a base model in 4 bits
 }
 
 

@@ -41,6 +41,7 @@ from lightrl.engines.vllm import VLLMProcess
 from lightrl.errors import EngineError
 from lightrl.models import ModelSpec, Role
 from lightrl.models.chat_template import stop_token_ids, with_stop_tokens
+from lightrl.models.tuning import whole_parameters
 from lightrl.trajectory import JsonMapping, Sampling
 from lightrl.weights import Bucket, block_fp8
 
@@ -225,7 +226,7 @@ def serve_policy(
         engine.expect_policy(model, num_versions=1)
         try:
             engine.start(model.config)
-            engine.load_weights([Bucket(dict(model.named_parameters()), is_last=True)], weight_version=0)
+            engine.load_weights([Bucket(dict(whole_parameters(model)), is_last=True)], weight_version=0)
             context = engine.max_context or 2**31
             sources = stop_token_ids(model, tokenizer, Sampling())
             renderer = TurnRenderer(tokenizer, ImageReader.of(model.config))

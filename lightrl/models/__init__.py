@@ -5,7 +5,7 @@ Reading order:
     model_spec.py     ModelSpec: the source of a role's model and tokenizer
     parallel_model.py Outputs, and ParallelModel, which each strategy implements
     conversion.py     converts names and layouts between checkpoints or servers and a model's modules
-    tuning.py         the weights that training changes: all of them, or adapters on a frozen base (lora.py)
+    tuning.py         the weights that training changes: all, or adapters (lora.py) on a frozen base (quantized.py)
     moe.py            MoE blocks and their routers; expert_parallel.py: experts divided over ranks
     routes.py         records the experts that the engine chose for each token, and replays them
     images.py         images in prompts, and the models that read them

@@ -29,7 +29,7 @@ from lightrl.models.images import vision_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.precision import keep_float32
-from lightrl.models.tuning import ATTRIBUTE, Part, ServedForm, Tuning, held_tensors
+from lightrl.models.tuning import ATTRIBUTE, Part, ServedForm, Tuning, held_tensors, plain_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,7 +143,8 @@ class LoRA(Tuning):
                 with torch.no_grad():
                     parameter.copy_(initial_value(name, parameter.shape))
         model.eval()
-        sizes = {name: value.numel() for name, value in model.named_parameters() if not self.adds(name)}
+        named = [(name, value) for name, value in model.named_parameters() if not self.adds(name)]
+        sizes = {name: value.numel() * (2 if value.dtype == torch.uint8 else 1) for name, value in named}  # 4 bits each
         adapted = {sources[0] for sources in self.sources(model).values() if len(sources) > 1}
         num, total = sum(sizes[name] for name in adapted), sum(sizes.values())
         log.info("LoRA: adapters on %d of %d parameters (%.1f %%).", num, total, 100 * num / total)
@@ -295,9 +296,10 @@ class LoRA(Tuning):
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Merges as peft does: computes the change in the adapters' dtype, then casts it."""
+        weight = plain_weight(model, name, tensors[0])
         if len(tensors) == 1:
-            return tensors[0]
-        weight, down, up = (tensor.detach() for tensor in tensors)
+            return weight
+        weight, down, up = weight.detach(), *(tensor.detach() for tensor in tensors[1:])
         module_name, _, parameter = name.rpartition(".")
         layer: Any = model.get_submodule(module_name)
         while getattr(layer, "parameter_name", parameter) != parameter:  # each adapted parameter has a wrapper
@@ -318,6 +320,11 @@ class LoRA(Tuning):
         return "base_model.model." + name.replace(f".{_ADAPTER}.", ".")
 
     def served_form(self, model: PreTrainedModel, num_versions: int) -> ServedForm:
+        if any(hasattr(module, "dequantized") for module in model.modules()):
+            raise ValueError(
+                "engine.adapters='served' would add the adapters to the servers' unquantized base, but the policy's "
+                "base is quantized. Set engine.adapters to merged."
+            )
         if any(hasattr(module, "parameter_name") for module in model.modules() if hasattr(module, "lora_A")):
             raise ValueError(
                 "engine.adapters='served' cannot serve adapters for lora.target_parameters. Set engine.adapters to "

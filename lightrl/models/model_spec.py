@@ -23,7 +23,8 @@ from urllib.request import getproxies
 import torch
 
 from lightrl.checks.annotations import StrOrObject
-from lightrl.checks.bounds import check_kind
+from lightrl.checks.bounds import check_choice, check_kind
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import SUMS_FILE, check_sums, write_sums
 from lightrl.checks.user_code import user_code
 from lightrl.models.images import auto_model, finish_model, vision_kind
@@ -168,6 +169,7 @@ class ModelSpec:
             weights_only. Everything else has a setting, or belongs in the model's folder.
         head: `vocabulary` for a language model; `scalar` for a critic or a reward model with one number per position,
             loaded with `AutoModelForSequenceClassification`. If the checkpoint has no such head, it starts at 0.
+        quantization: `nf4` holds the linear layers, except the output head, in 4 bits, and frozen; see quantized.py.
     """
 
     path: str | None = None
@@ -180,6 +182,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     head: Literal["vocabulary", "scalar"] = "vocabulary"
+    quantization: Literal["nf4"] | None = None
 
     def __post_init__(self) -> None:
         check_kind(str, path=self.path, url=self.url, dtype=self.dtype)
@@ -199,6 +202,9 @@ class ModelSpec:
             raise ValueError(f"A model's config needs model_type, for example qwen3, got {sorted(self.config)}.")
         if self.dtype is not None and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype must be a torch dtype such as float32 or bfloat16, got {self.dtype!r}.")
+        check_choice(("nf4", None), quantization=self.quantization)
+        if self.quantization is not None and self.path is None:
+            raise ValueError(f"quantization={self.quantization!r} needs a checkpoint with weights. Set path.")
         invalid = sorted(self.options if self.path is None else self.options.keys() - set(_OPTIONS))
         if invalid:
             raise ValueError(
@@ -241,6 +247,8 @@ class ModelSpec:
                 config = AutoConfig.for_model(values.pop("model_type"), **values)
                 check_given(self.config, config)
         check_family(config, self._named)
+        if self.quantization is not None:
+            entry_point("quantization").check(config, self._named)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         names = [str(getattr(part, "_attn_implementation", None)) for part in parts]
         kernel = next((name for name in names if "/" in name), None)  # a hub repository
@@ -305,8 +313,9 @@ class ModelSpec:
         else:
             options |= {"num_labels": 1} if is_scalar else {}
             fix = "Copy or download its files again, and use the config.json that belongs to them."
+            load = kind.from_pretrained if self.quantization is None else entry_point("quantization").loader(kind)
             with loading(self._named, fix), torch.random.fork_rng(devices=[]):
-                model, loading_info = kind.from_pretrained(
+                model, loading_info = load(
                     self.path,
                     trust_remote_code=self.trust_remote_code,
                     output_loading_info=True,

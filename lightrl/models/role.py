@@ -90,6 +90,11 @@ class Role:
         check_adamw(lr=self.lr, weight_decay=self.weight_decay)
         if self.spec.url is not None and self.mesh is not None:
             raise ValueError(f"The model at {self.spec.url} runs on its server's devices. Omit mesh.")
+        if self.spec.quantization is not None and self.lora is None:
+            raise ValueError(
+                f"A model with quantization={self.spec.quantization!r} needs lora, because its own weights cannot be "
+                "trained. Add lora, or remove quantization."
+            )
 
     @classmethod
     def of(cls, role: str | ModelSpec | Role) -> Role:
@@ -121,9 +126,9 @@ class Role:
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """Loads the model and adds the tuning's weights; inside `models_made_by(make)`, returns `make(self)`."""
+        """Loads the model and adds the tuning's weights; inside `models_made_by(make)`, may return `make(self)`."""
         make = _MAKE.get()
-        if make is not None:
+        if make is not None and self.spec.quantization is None:  # only whole weights can be quantized
             return make(self)
         model = self.spec.load_model()
         self.tuning.add_to(model, seed=self.spec.random_seed)

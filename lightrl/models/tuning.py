@@ -72,7 +72,7 @@ class Tuning:
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the exported tensor of this name, merged from its sources, which are whole tensors."""
-        return tensors[0]
+        return plain_weight(model, name, tensors[0]) if tensors[0].dtype == torch.uint8 else tensors[0]
 
     def saved_name(self, name: str) -> str:
         """Returns an added parameter's name in exported folders and on servers."""
@@ -115,6 +115,15 @@ class ServedForm:
 def tuning_of(model: torch.nn.Module) -> Tuning:
     tuning: Tuning = getattr(model, ATTRIBUTE, ALL_WEIGHTS)
     return tuning
+
+
+def plain_weight(model: torch.nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Returns a base tensor as the model computes with it: dequantized if its layer holds it in fewer bits."""
+    layer: Any = model.get_submodule(name.rpartition(".")[0]) if tensor.dtype == torch.uint8 else None
+    while hasattr(layer, "base_layer"):
+        layer = layer.base_layer
+    plain: Tensor = layer.dequantized(tensor.detach()) if hasattr(layer, "dequantized") else tensor
+    return plain
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _STATE = ("weights", "gradients", "moments")
+_SCALE_BYTES = 4 / 64  # per parameter in NF4: each rank has the float32 scales of all blocks
 _SERVER_FRACTION = 0.1  # share of a GPU for a server's CUDA graphs and activations, besides weights and KV cache
 NODE_RANKS = 8  # GPUs per node, assumed if neither the trainer nor the launch sets more
 _UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -62,6 +63,7 @@ class PlannedRole:
     width: int = 4  # bytes per parameter
     waits_on_host: bool = False
     is_compiled: bool = False  # torch.compile compiles the decoder layers
+    in_4_bits: int = 0  # number of quantized parameters
 
     @property
     def config(self) -> PretrainedConfig:
@@ -225,7 +227,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         logits = logits / role.tp
     trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
     trained = trained_width * role.trained * share
-    weights = role.width * (role.parameters - role.trained) * share + trained
+    quantized = role.in_4_bits * (share / 2 + _SCALE_BYTES)
+    weights = role.width * (role.parameters - role.trained - role.in_4_bits) * share + quantized + trained
     sent = (0.0, 0.0, 0.0)
     if cost is not None and is_trained:
         sent = (cost.sent_dp, cost.sent_experts, cost.sent_tp + cost.sent_pp)

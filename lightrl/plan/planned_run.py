@@ -315,6 +315,7 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
         size=size,
         trained=trained if is_trained else 0,
         is_compiled=compiles,
+        in_4_bits=0 if role.spec.quantization is None else size.in_layers - size.expert_parameters - trained,
         width=2 if is_half else next(model.parameters()).element_size(),
     )
 

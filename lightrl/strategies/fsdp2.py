@@ -155,6 +155,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         check_meshes(module, world)
         for planned in planned_roles(module).values():
             planned.tuning.check_sharded()
+            if planned.spec.quantization is not None and (self.ep > 1 or "parameters" in self.offload_to_cpu):
+                raise ValueError(
+                    "FSDP2Strategy does not support ep or parameters in offload_to_cpu with a model with "
+                    f"quantization={planned.spec.quantization!r}. Remove that setting, or remove quantization."
+                )
         for role, mesh in role_meshes(module).items():
             if mesh.pp * mesh.tp > 1:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightrl.algorithms.supervised import SupervisedModule
 from lightrl.callbacks.self_play import SelfPlay
 from lightrl.engines import LocalEngine
 from lightrl.engines.engine import PlannedEngine
-from lightrl.models import LoRA, Role, RoleMesh
+from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
 from lightrl.module import RLModule
 from lightrl.plan.advice import Misfit, misfits
@@ -96,6 +97,14 @@ def test_adapters_alone_have_gradients_and_moments(dtype: str) -> None:
     cost = role_cost(run, planned)
     assert cost.weights == sum(value.nbytes for value in model.parameters())
     assert cost.gradients == cost.moments / 2 == sum(value.nbytes for value in trained)
+
+
+def test_a_base_in_4_bits_takes_what_the_real_one_does(tmp_path: Path) -> None:
+    tiny_spec(config=LARGE_CONFIG).load_model().save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), tokenizer="lightrl.testing.char_tokenizer", quantization="nf4")
+    planned, model = plan_of(GRPO(role := Role(spec, lora=LoRA(rank=2)), reward=len)), role.load_model()
+    real = sum(item.nbytes for items in (model.parameters(), model.buffers()) for item in items)
+    assert role_cost(planned, planned.roles[0]).weights == pytest.approx(real, rel=0.01)
 
 
 def test_a_frozen_reference_has_weights_only() -> None:

@@ -114,9 +114,9 @@ def grpo(**settings: Any) -> Callable[..., Any]:
     return lambda meshes, folder: Recorded(**settings)
 
 
-def from_folder(lora: LoRA | None = None) -> Callable[..., Any]:
+def from_folder(lora: LoRA | None = None, **settings: Any) -> Callable[..., Any]:
     """A checkpoint with a head of its own, whose weights no seed gives, read tensor by tensor."""
-    spec = {"tokenizer": "tiny_run.tokenizer"}
+    spec = {"tokenizer": "tiny_run.tokenizer", **settings}
     return lambda meshes, folder: Recorded(policy=Role(ModelSpec(path=str(folder / "model"), **spec), lora=lora))
 
 
@@ -189,6 +189,7 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     "trees in stages": grpo(policy=TIED, workflow=Tree, reference=ReferenceKL(0.1, UNTIED), **SEVERAL),
     "a checkpoint": from_folder(),
     "LoRA on a checkpoint": from_folder(LoRA(rank=2)),
+    "LoRA on a base in 4 bits": from_folder(LoRA(rank=2), quantization="nf4"),
     "LoRA": grpo(policy=Role(POLICY, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
     "LoRA on a split policy": grpo(policy=Role(TIED, lora=LoRA(rank=2)), reference=ReferenceKL(0.1), **SEVERAL),
     MIXED: grpo(**SEVERAL),
@@ -277,6 +278,7 @@ CASES: dict[str, Case] = {
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED, is_extra=True),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
+    "sharded LoRA in 4 bits": Case("LoRA on a base in 4 bits", lambda: SHARDED(activation_checkpointing=True)),
     "LoRA on two tensor ranks": Case("LoRA on a split policy", lambda: SPLIT(tp=2), is_extra=True),
     "LoRA in two stages": Case("LoRA on a split policy", lambda: SPLIT(pp=2), is_extra=True),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),

@@ -134,6 +134,11 @@ class Parallel3DStrategy(FSDP2Strategy):
         check_meshes(module, world)
         for planned in planned_roles(module).values():
             planned.tuning.check_sharded()
+            if planned.spec.quantization is not None:
+                raise ValueError(
+                    f"Parallel3DStrategy cannot split a model with quantization={planned.spec.quantization!r}. Use "
+                    "FSDP2Strategy, or remove quantization."
+                )
         if self.ep > 1:
             self._check_ep(module, {"ranks of a stage": world // self.pp})
         if self.cp > 1:
