@@ -53,7 +53,7 @@ class NF4Linear(torch.nn.Linear):
         self.register_buffer("code", state.code, persistent=False)
         keep_float32(self)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
         kind = inputs.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
@@ -85,7 +85,7 @@ class _Product(torch.autograd.Function):
         return torch.nn.functional.linear(inputs, layer.dequantized(packed).to(inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient @ ctx.layer.dequantized(ctx.packed).to(gradient.dtype), None, None
 
 
