@@ -36,7 +36,7 @@ from lightrl.callbacks.loggers import log_settings
 from lightrl.callbacks.run_files import contents
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.secret_settings import without_secrets
-from lightrl.commands.config_errors import TextParser, check_empty_sections, explain
+from lightrl.commands.config_errors import TextParser, check_empty_settings, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, joined, keep_texts, to_plain, yaml_of
 from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
 from lightrl.models.optimizer import parameter_groups
@@ -144,7 +144,7 @@ class LightRLCLI(LightningCLI):
             self.config: Namespace = to_plain(parser.parse_args([command, *rest]))
         except ArgumentError as error:
             raise UsageError(explain(error, command_parser, self._user_settings)) from error
-        check_empty_sections(self._user_settings, command_parser)
+        check_empty_settings(self._user_settings, command_parser)
         seed = self.config[command].get("seed_everything")
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             origin = self._user_settings.origin("seed_everything")

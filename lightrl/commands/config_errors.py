@@ -66,14 +66,14 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
     return "\n".join(line for line in message.splitlines() if not (len(line) > 200 and "Given value" in line))
 
 
-def check_empty_sections(user_settings: UserSettings, parser: ArgumentParser) -> None:
-    """Raises UsageError for an empty section with an unknown name, like `trianer: {}`, which the parser ignores."""
-    if not (empty := user_settings.empty_sections()):
+def check_empty_settings(user_settings: UserSettings, parser: ArgumentParser) -> None:
+    """Raises UsageError for `trianer: {}` and `lr: null`; the parser checks no empty section's name, and no null."""
+    if not (empty := user_settings.unchecked()):
         return
     try:
         _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
     except UsageError as error:
-        if any(str(error).startswith(f"{path} is not a setting of") for path in empty):
+        if str(error).startswith(tuple(f"{path} {problem}" for path in empty for problem in ("is not a", "must be"))):
             raise
 
 
@@ -368,7 +368,7 @@ class _SettingCheck:
         return f"{path} is not a setting of {owner}{self._origin(path)}.{meant}\nIts settings are:\n{listed}"
 
     def _wrong_text(self, path: str, value: object, expected: str) -> str:
-        shown = str(value) if isinstance(value, Flag) else repr(value)
+        shown = str(value) if isinstance(value, Flag) else "null" if value is None else repr(value)
         return f"{path} must be {expected}, got {shown}{self._origin(path)}."
 
 
@@ -488,6 +488,8 @@ def _fits(kind: type, base: type) -> bool:
 
 
 def _accepts(value: object, hint: object) -> bool:
+    if value is None:  # the parser accepts it for every type
+        return hint in (Any, object) or type(None) in typing.get_args(hint)
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
     try:

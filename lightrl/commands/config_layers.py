@@ -120,9 +120,9 @@ class UserSettings:
             path = re.sub(r"(\[\d+\]|\.?[^.\[]+)$", "", path)
         return origins.get(path, "")
 
-    def empty_sections(self) -> list[str]:
-        """Returns the paths of empty sections, which the parser ignores even if their names are wrong."""
-        return [path for path, value in walk(self.settings) if value == {} and path]
+    def unchecked(self) -> list[str]:
+        """Returns the paths of null and `{}`, which the parser accepts for any setting, even with a wrong name."""
+        return [path for path, value in walk(self.settings) if path and (value == {} or (value is None and "init_args." in path))]
 
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, such as `model.init_args.lr (run.yaml:7)`; "" if unknown.
