@@ -233,7 +233,7 @@ class RolloutStage:
         settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
-        plain = int | float | str | dict | None  # filter, curriculum and metrics stay on rank 0
+        plain: Any = int | float | str | dict | None  # filter, curriculum and metrics stay on rank 0
         shared = ranks.broadcast_json({key: value for key, value in vars(settings).items() if isinstance(value, plain)})
         settings = dataclasses.replace(settings, **shared) if ranks.is_main else RolloutSettings(**shared)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: reading `log_dir` is a collective
