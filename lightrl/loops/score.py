@@ -214,7 +214,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Adds the reward model's scores to the rewards; raises ValueError if all are 0, a sign of an untrained head."""
+    """Adds the reward model's scores to the rewards; raises an error if all are 0 (an untrained head) or one is NaN."""
     scores = experience["reward_model_scores"]
     if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))

@@ -47,7 +47,7 @@ _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; rea
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
 _IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
 _ROOTLESS = re.compile(r"^ *rootless(: true)?$", re.MULTILINE)  # in the output of `info`, of podman and docker
-_CGROUPS_V1 = re.compile(r"cgroup ?version: v?1$", re.MULTILINE | re.IGNORECASE)
+_NO_LIMITS = re.compile(r"cgroup ?(version: v?1|driver: none)$", re.MULTILINE | re.IGNORECASE)  # none without systemd
 _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
@@ -67,8 +67,8 @@ class Docker(Runtime):
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
-        if _ROOTLESS.search(done.stdout) and _CGROUPS_V1.search(done.stdout):
-            log.warning("Without root, %s limits neither memory nor processes with cgroups v1.", self.program)
+        if _ROOTLESS.search(done.stdout) and _NO_LIMITS.search(done.stdout):
+            log.warning("Without root, %s limits memory and processes only with cgroups v2 and systemd.", self.program)
         self._remove_left_behind()
         return None
 

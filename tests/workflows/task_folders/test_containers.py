@@ -67,7 +67,7 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     task = task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
     task_in(state / "tasks" / "b", {"tests/test.sh": TEST}, TOML)
     (row, _) = rows(folder=str(state / "tasks"), runtime=runtime)
-    assert caplog.text.count(f"Without root, {runtime} limits neither memory nor processes with cgroups v1.") == 1
+    assert caplog.text.count(f"Without root, {runtime} limits memory and processes only with cgroups v2 and") == 1
     (pull,) = calls(state, "pull")  # both tasks have the same environment
     assert str(task.image) in pull
     agent = f"[ ! -e /tests ] && cat; {WORK}; ln -s /etc/passwd link; (sleep 1000; echo 1 >answer) &"
