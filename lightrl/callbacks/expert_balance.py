@@ -273,7 +273,7 @@ class _PredictingTokens(Routes):
     @contextlib.contextmanager
     def at(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> Iterator[None]:
         predicts = torch.nn.functional.pad(experience.loss_mask[:, 1:], (0, 1))
-        token = _predicts.set(predicts[rows, columns].flatten())
+        token = _predicts.set(predicts[rows, columns].flatten())  # for `_observe`
         try:
             with super().at(experience, rows, columns):
                 yield

@@ -67,7 +67,7 @@ class RLCallback(Callback):
         """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have one."""
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the iteration's rewards are set and trajectories with a failed reward are removed.
+        """Called once the iteration's rewards are set and trajectories whose reward failed have been removed.
 
         On-policy runs may first make model calls that need no rewards; other runs call it right after `on_rollout_end`.
         """

@@ -329,7 +329,7 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes the devices of trainer and engine on this machine; also passes the trainer's devices to the engine."""
+    """Describes trainer and engine devices on this machine; gives the engine the trainer's devices and precision."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)

@@ -313,7 +313,7 @@ class CallRun:
 
     Calls to the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
     which adds the result and starts the calls that were waiting for it. If a call misses its deadline, the error names
-    it and its thread, a daemon, is abandoned.
+    the call, and its daemon thread is abandoned.
 
     With several ranks, each rank runs the calls whose models it has, in the graph's order. Results are shared as late
     as possible, when a call needs them or at the end, so that calls on different ranks run at the same time.

@@ -148,7 +148,7 @@ class ModelDescription:
             tuning.check_saved(self._without_weights(), tensors, config, name)  # builds only a class from transformers
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
+        """Builds the model with these weights, without copying them; merges the tuning weights into the base.
 
         Args:
             tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.

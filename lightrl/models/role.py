@@ -126,7 +126,7 @@ class Role:
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """Loads the model and adds the tuning's weights; inside `models_made_by(make)`, may return `make(self)`."""
+        """Loads the model and adds the tuning weights. Inside `models_made_by`, `make` builds unquantized models."""
         make = _MAKE.get()
         if make is not None and self.spec.quantization is None:  # only whole weights can be quantized
             return make(self)

@@ -132,7 +132,7 @@ def test_settings_are_refused_before_the_run(tmp_path: Path) -> None:
         make_trainer(tmp_path, callbacks=[DynamicSampling()]).fit(rewarded_later, Digits())
     alone: Any = HalfSolved(group_size=1, advantage_mean="batch", advantage_std="batch")
     alone.configure_callbacks = lambda: [DynamicSampling()]  # which Lightning attaches later than the trainer's
-    with pytest.raises(ValueError, match="drops every group of group_size=1"):
+    with pytest.raises(ValueError, match=r"With group_size=1, .* drops every group"):
         make_trainer(tmp_path).fit(alone, Digits())
 
 

@@ -79,7 +79,7 @@ def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: 
     assert "--memory 256" in start
     assert "--log-driver none" in start  # else an agent can fill the disk by writing to /proc/1/fd/1
     assert "--volume" not in start  # the image has the program, and its own Python
-    assert "COLORS=3" not in (state / "calls").read_text()  # all users can read arguments
+    assert "COLORS=3" not in (state / "calls").read_text()  # other users can see arguments
 
 
 @pytest.mark.parametrize(
