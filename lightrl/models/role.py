@@ -92,8 +92,7 @@ class Role:
             raise ValueError(f"The model at {self.spec.url} runs on its server's devices. Omit mesh.")
         if self.spec.quantization is not None and self.lora is None:
             raise ValueError(
-                f"A model with quantization={self.spec.quantization!r} needs lora, because its own weights cannot be "
-                "trained. Add lora, or remove quantization."
+                f"quantization={self.spec.quantization!r} needs lora to train anything. Add lora, or remove it."
             )
 
     @classmethod
