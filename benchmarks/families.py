@@ -381,7 +381,7 @@ def _train(spec: ModelSpec) -> float:
 
 
 class _ReplayDifferences(RLCallback):
-    """Compares a policy in float32 with the engine that sampled in another precision, without and with its routes."""
+    """Compares a policy in float32 with the engine that sampled in another precision, with and without its routes."""
 
     def __init__(self) -> None:
         self.routed_otherwise = 0.0  # share of tokens with other experts in some layer

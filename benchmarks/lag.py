@@ -215,7 +215,7 @@ def sample(policy: Module, prompts: list[Prompt], version: int) -> Experience:
 
 
 def logprobs_of(policy: Module, experience: Experience) -> Tensor:
-    """Returns the logprobs of the tokens that train, [N]."""
+    """Returns the logprobs of the loss tokens, [N]."""
     import torch
 
     from lightrl.functional import token_logprobs

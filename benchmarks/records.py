@@ -135,18 +135,20 @@ def run(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         if not (work / folder).exists():
             started(command, work, options)
     exports = exports_of(name) if options.quick else set()
-    for stage, command in zip(stages_before(name), before, strict=True):
-        if not all((work / folder / "config.json").exists() for folder in exports_of(stage)):
-            exports |= exports_of(stage) if options.quick else set()
-            started(f"{command} {QUICK}" if options.quick else command, work, options)
     command = f"{command_of(name)} --seed_everything {seed}"
     curve = work / "curve.json"
     curve.unlink(missing_ok=True)
-    begun = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": options.threads}
     recorder = f"--trainer.callbacks+=benchmarks.records.Recorder --trainer.callbacks.path={curve}"
-    used = started(f"{command} {recorder} {QUICK}" if options.quick else f"{command} {recorder}", work, options)
-    for folder in exports:  # of two iterations; a later run must not build on them
-        shutil.rmtree(work / folder, ignore_errors=True)
+    try:
+        for stage, earlier in zip(stages_before(name), before, strict=True):
+            if not all((work / folder / "config.json").exists() for folder in exports_of(stage)):
+                exports |= exports_of(stage) if options.quick else set()
+                started(f"{earlier} {QUICK}" if options.quick else earlier, work, options)
+        begun = {"date": datetime.date.today().isoformat(), "machine": machine(), "threads": options.threads}
+        used = started(f"{command} {recorder} {QUICK}" if options.quick else f"{command} {recorder}", work, options)
+    finally:
+        for folder in exports:  # of two iterations; a later run must not build on them, even if this one failed
+            shutil.rmtree(work / folder, ignore_errors=True)
     return {
         "example": name,
         "seed": seed,

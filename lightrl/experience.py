@@ -114,7 +114,7 @@ class Experience:
 
     @property
     def loss_token_counts(self) -> Tensor:
-        """Number of tokens that train, int64 [B], for all trajectories on all ranks."""
+        """Number of loss tokens in each trajectory, int64 [B], including trajectories on other ranks."""
         return self.loss_mask.sum(1)
 
     @property

@@ -426,10 +426,9 @@ class Trainer(RLTrainer):
             return
         resume = self.rollout_loop.resume
         resume.note_failure(error)
-        failed_before = self.rollout_loop.ranks.failed_before
         if resume.why_no_checkpoint is not None:  # for example, closing failed to read the state
             muted = self._mute_checkpoints()
-            if muted and failed_before is None and self.global_step:  # a rank that failed earlier has warned
+            if muted and self.rollout_loop.ranks.failed_before is None and self.global_step:  # else a rank has warned
                 self._warn_of_no_checkpoint(getattr(muted[0], "dirpath", None))
 
     def ended_by_sigterm(self) -> contextlib.AbstractContextManager[None]:

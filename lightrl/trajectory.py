@@ -584,7 +584,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def read_records(file: Path) -> Iterator[tuple[str, JsonObject, Trajectory]]:
-    """Yields each line's location (for messages), record and trajectory; raises ValueError if a line has none."""
+    """Yields each line's location (for error messages), record and trajectory; raises ValueError if a line has none."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():

@@ -18,6 +18,7 @@ import asyncio
 import base64
 import importlib.util
 import io
+import secrets
 import socket
 import subprocess
 import sys
@@ -84,12 +85,13 @@ class OwnSandboxes(RexSandboxes):
 
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
+        key = secrets.token_hex(16)  # whoever has it runs programs as root
         words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--fork", "--kill-child"]
         words += ["sh", "-ec", OVERLAY, tempfile.gettempdir(), sys.executable, "-m", "swerex", "--host", "127.0.0.1"]
 
         class Deployment(RemoteDeployment):
             async def start(self) -> None:
-                self.server = subprocess.Popen([*words, "--port", str(port), "--auth-token", "key"])
+                self.server = subprocess.Popen([*words, "--port", str(port), "--auth-token", key])
                 await super().start()
                 await self.runtime.wait_until_alive(timeout=600)
 
@@ -97,7 +99,7 @@ class OwnSandboxes(RexSandboxes):
                 self.server.kill()
                 await asyncio.to_thread(self.server.wait)
 
-        return Deployment(auth_token="key", host="http://127.0.0.1", port=port)
+        return Deployment(auth_token=key, host="http://127.0.0.1", port=port)
 
 
 async def run_in(sandbox: Any, machine: Machine, request: Json) -> Json:
@@ -117,7 +119,8 @@ async def run_in(sandbox: Any, machine: Machine, request: Json) -> Json:
         await asyncio.to_thread(pack, file, machine, {**request, "files": files})
         file.flush()
         await sandbox.upload(UploadRequest(source_path=file.name, target_path=f"{folder}.tar"))
-    await shell('tar -xf "$0.tar" -C /', folder)
+    if await shell('tar -xf "$0.tar" -C / && echo done', folder) != "done\n":
+        raise OSError("tar cannot unpack the files: the image needs tar, and the disk must have room")
     program, *arguments = request["command"]
     await shell(START, folder, workdir, Path(program).name, *arguments)
     code, end_s = "", time.monotonic() + limits["wall_s"]

@@ -156,7 +156,7 @@ def rows_of(questions: str, answers: str) -> list[dict[str, str]]:
 def write_rows(wheel: Path, folder: Path, *, num_held_out: int = NUM_HELD_OUT) -> None:
     """Writes train.jsonl and held-out rows: test.jsonl, multiple.jsonl (several functions), live_simple.jsonl (users').
 
-    No held-out row has a function or a request of a train row.
+    No held-out row has a request of a train row, or a right call of its function; `multiple` may show the function.
     """
     with zipfile.ZipFile(wheel) as archive:
         texts = {name: archive.read(name).decode() for name in archive.namelist() if name.startswith(DATA)}

@@ -35,7 +35,7 @@ class Distillation(GRPO):
     Without `teacher_topk` it minimizes the reverse KL, KL(policy ‖ teacher), by policy gradient. A token's advantage is
     the teacher's logprob minus the behavior policy's. Every token gets a signal, and no reward is needed.
 
-    With `teacher_topk=K` a token's loss is a divergence between both models' distributions at its position, over the
+    With `teacher_topk=K` a token's loss is a divergence between the models' distributions at its position, over the
     teacher's top-k tokens and one outcome for all others (`functional.topk_divergence`). This is far less noisy, but
     costs 12 · K bytes and K more logprobs per token. Its gradient does not depend on how the trajectory was sampled, so
     stale trajectories need no importance weights.
@@ -66,7 +66,7 @@ class Distillation(GRPO):
             ids, or None for no change. It runs on rank 0. Trajectories with several conversations are rejected.
         teacher_topk: K; None uses only the teacher's logprobs of the sampled tokens.
         divergence: `reverse_kl`, `forward_kl` or `jsd`, with `teacher_topk`.
-        jsd_beta: weight of the teacher, between 0 and 1, in the mixture that `jsd` compares both models with.
+        jsd_beta: weight of the teacher, between 0 and 1, in the mixture that `jsd` compares each model with.
         reward: always computed and logged, but trained on only with `reward_coef`.
         reward_coef: weight of GRPO's group advantages, which are added to the teacher's advantages.
         group_size: completions per prompt; 1 is enough without `reward_coef`.

@@ -40,7 +40,7 @@ from lightrl.trajectory import Group, Sampling, Trajectory
 
 TOP = 64  # K
 LIMIT_NATS = 35.0
-# Log-likelihood ratios of a token outside and of a token inside top-p or top-k: 5 % outside against 1 % outside.
+# Log-likelihood ratios of a token outside and of a token inside top-p or top-k: 5% outside against 1% outside.
 OUTSIDE_NATS = math.log(5 / 1), math.log(95 / 99)
 NUM_TOKENS = 256  # loss tokens to check
 

@@ -121,11 +121,7 @@ class ExpertBalance(RLCallback):
             if trainer.engine is not None and not trainer.engine.records_columns:
                 raise ValueError(_NO_ROUTES)
             self._layout = RouteLayout.of(role.spec.load_config())
-            _refuse({f"{config.model_type}, whose layers do not have equally many experts": self._layout is None})
-
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        if stage == "fit" and not isinstance(pl_module, RLModule):  # Lightning's Trainer does not call `before_fit`
-            self.before_fit(trainer, pl_module, None)
+            _refuse({f"{config.model_type}, whose blocks have no experts or not equally many": self._layout is None})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model = pl_module.policy
@@ -277,7 +273,7 @@ class _PredictingTokens(Routes):
     @contextlib.contextmanager
     def at(self, experience: Experience, rows: Tensor, columns: Tensor | slice) -> Iterator[None]:
         predicts = torch.nn.functional.pad(experience.loss_mask[:, 1:], (0, 1))
-        token = _predicts.set(predicts[rows, columns].flatten())
+        token = _predicts.set(predicts[rows, columns].flatten())  # for `_observe`
         try:
             with super().at(experience, rows, columns):
                 yield

@@ -85,8 +85,8 @@ class DynamicSampling(RLCallback):
         tasks = getattr(data, "tasks", None)
         if min([module.group_size, *(tasks.group_sizes.values() if tasks else ())]) < 2:
             raise ValueError(
-                "DynamicSampling.drop_zero_variance drops every group of group_size=1. Set group_size to 2 or more, or "
-                "drop_zero_variance to false."
+                "With group_size=1, DynamicSampling.drop_zero_variance drops every group. Set group_size to 2 or more, "
+                "or drop_zero_variance to false."
             )
         if not module.has_rollout_reward:
             raise ValueError(

@@ -41,8 +41,8 @@ USUAL_NATS = 0.2
 LEAST_NATS = 1e-5  # allows for errors that do not shrink with eps, e.g. in tables of rotary embeddings
 MISMATCH_NATS = 1e-3  # added for sampled tokens: they are at higher positions than the probe's, and may be few
 MIN_MISMATCH_TOKENS = 64  # with fewer, a single token at its bound could push the mean above its bound
-BIAS = 0.25  # × the bound of the mean, for the mean signed difference: rounding errors have both signs
-LARGEST = 16.0  # × the bound of the mean: the largest of a million normal errors is 6 × the mean; real tails are longer
+BIAS = 0.25  # times the bound on the mean, for the mean signed difference: rounding errors have both signs
+LARGEST = 16.0  # times the bound on the mean. A million normal errors reach 6 times the mean; real tails are longer
 
 
 def bound_nats(eps: float, mean_abs_logprob: float) -> float:

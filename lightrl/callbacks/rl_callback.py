@@ -1,6 +1,6 @@
 """RLCallback: Lightning's Callback with hooks for the phases of an iteration.
 
-`before_fit` and `configure_rollout` are called once. Then each iteration calls, in this order:
+`before_fit` and `configure_rollout` are called before the first iteration. Each iteration calls, in this order:
 
     on_train_batch_start                                        (Lightning's)
       on_rollout_start → on_rollout_progress … → on_rollout_end
@@ -37,7 +37,11 @@ class RLCallback(Callback):
     is_single = False  # True if a trainer takes at most one callback of this class
 
     def before_fit(self, trainer: RLTrainer, module: Any, data: Any) -> None:
-        """Checks that settings fit together, before a model is loaded or a process started; data may be None."""
+        """Checks settings before a model is loaded or a process starts. May be called twice; `data` may be None."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":  # no earlier call: Lightning's Trainer makes none, nor does ours for `configure_callbacks`
+            self.before_fit(trainer, pl_module, getattr(trainer, "datamodule", None))
 
     def configure_rollout(self, trainer: RLTrainer, module: RLModule, settings: RolloutSettings) -> RolloutSettings:
         """Called before the rollout opens in fit, validate, test and predict, but not for recorded trajectories.
@@ -63,7 +67,7 @@ class RLCallback(Callback):
         """Called a few times a second while waiting for rewards: `done` of the `total` trajectories have one."""
 
     def on_rewards_ready(self, trainer: RLTrainer, module: RLModule, groups: list[Group]) -> None:
-        """Called when the iteration's rewards are set and trajectories with a failed reward are removed.
+        """Called once the iteration's rewards are set and trajectories whose reward failed have been removed.
 
         On-policy runs may first make model calls that need no rewards; other runs call it right after `on_rollout_end`.
         """
@@ -90,7 +94,7 @@ class RLCallback(Callback):
         """Called after all minibatches: the policy is now at `weight_version`. Hooks may still change its weights."""
 
     def on_weight_sync(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
-        """Called when all hooks may have changed the weights: WeightSync loads them into the engine."""
+        """Called in each iteration after all `on_policy_updated` hooks; if a sync is due, WeightSync makes it here."""
 
     def on_weights_synced(self, trainer: RLTrainer, module: RLModule, weight_version: int) -> None:
         """Called when every serving replica has acknowledged `weight_version`."""

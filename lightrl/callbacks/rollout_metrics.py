@@ -167,8 +167,8 @@ class RolloutMetrics(RLCallback):
                     values["rollout/expert_load_entropy_nats"] = load_entropy(load)
         _log(module, values)
 
-        # Advantages may be nonzero although no group has variance, for example relative to the batch mean. A teacher's
-        # top-k tokens train the policy without advantages.
+        # Advantages may be nonzero although no group has variance, for example relative to the batch mean. With a
+        # teacher's top-k tokens, the policy is trained without advantages.
         advantages = None if "teacher_topk_ids" in local.extras else local.advantages
         can_learn = advantages is None or bool(experience.total(advantages[local.loss_mask].any().int(), "max"))
         comparable = _comparable(self._groups)

@@ -40,7 +40,7 @@ def duration_text(seconds: float) -> str:
 
 
 def end_of_log(path: Path, max_bytes: int) -> str:
-    """Returns the printable end of a text file; empty if the file does not exist."""
+    """Returns the end of a text file, with unprintable characters escaped; empty if the file does not exist."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -20,7 +20,7 @@ def turn_columns(token_ids: Sequence[int], turns: Iterable[tuple[int, int]], num
     before = 0
     for index, (start, end) in enumerate(turns):
         observation = TokenArray[Any](token_ids[before:start], "i").stored[0]
-        digest = int.from_bytes(hashlib.blake2b(observation, digest_size=4).digest(), "big") >> 1
+        digest = int.from_bytes(hashlib.blake2b(observation, digest_size=4).digest(), "big") >> 1  # fits int32
         indices += [(-1, start - before), (index, end - start)]
         states += [(-1, start - before), (digest, end - start)]
         before = end

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 _SOLVED = re.compile(r"(val|test)/(accuracy_fraction|pass_at_(\d+)_fraction)(/.*)?$")
-_Z = 1.959963984540054  # 95 % of the normal distribution lies between -z and z
+_Z = 1.959963984540054  # 95% of the normal distribution lies between -z and z
 
 
 def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, float]:
@@ -22,9 +22,9 @@ def wilson_interval(fraction: float, num: int, z: float = _Z) -> tuple[float, fl
 
 
 def interval_lines(metrics: Mapping[str, object]) -> str:
-    """Returns a line for each pass@k among the metrics, with its 95 % interval; empty if there is none.
+    """Returns a line for each pass@k among the metrics, with its 95% interval; empty if there is none.
 
-    Each prompt is one independent outcome: its k completions solve it or not, so Wilson's interval is valid for any k.
+    Each prompt is one independent outcome, solved by its k completions or not, so Wilson's interval is valid for any k.
     With one completion per prompt, pass@1 is the accuracy.
     """
     values = {name: float(value) for name, value in metrics.items()}  # type: ignore[arg-type]
@@ -38,5 +38,5 @@ def interval_lines(metrics: Mapping[str, object]) -> str:
         if num:
             low, high = wilson_interval(value, num)
             label = f"{match[1]}{match[4] or ''} pass@{match[3] or 1}"
-            lines.append(f"{label} {value:.4f}, 95 % interval {low:.4f} to {high:.4f} (Wilson, {num} prompts)")
+            lines.append(f"{label} {value:.4f}, 95% interval {low:.4f} to {high:.4f} (Wilson, {num} prompts)")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""LoopThread runs the rollouts' event loop in a daemon thread; settle_all sets the results of futures on any loop.
+"""LoopThread runs the rollouts' event loop in a daemon thread; settle_all sets futures' results on any loop.
 
 The main thread submits a coroutine and waits. It checks deadlines itself, so it notices a blocked event loop and keeps
 handling signals. Other threads send results with `settle_all`, which wakes each loop once.

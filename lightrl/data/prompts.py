@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 10_000  # if there are at most this many train rows, all are checked at startup
-NUM_CHECKED = 1_000  # number of first rows to check if there are more; ROWS_AT_ONCE if they are streamed
+NUM_CHECKED = 1_000  # otherwise only this many, from the start; ROWS_AT_ONCE if the rows are streamed
 
 Split = Literal["train", "validation", "test"]
 
@@ -464,7 +464,7 @@ class PromptDataModule(L.LightningDataModule):
         return tokenizer, getattr(module, "max_prompt_tokens", None), getattr(module, "image_reader", None)
 
     def _limits(self) -> str:
-        """Describes, for messages, the lengths at which prompts are dropped; empty if there are none."""
+        """Describes which prompt lengths are dropped, for warnings and errors; empty if none are."""
         limits = [f"fewer than {self.min_prompt_tokens}"] if self.min_prompt_tokens is not None else []
         most_tokens = smallest(self.max_prompt_tokens, self.policy_inputs()[1])
         if self.prompt_overflow == "drop" and most_tokens is not None:

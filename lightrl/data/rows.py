@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Row: TypeAlias = JsonObject
-NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row's name for messages, and the row or its error
+NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row's name for error messages, and the row or its error
 
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".csv")
 

@@ -53,7 +53,7 @@ class StreamedRow(NamedTuple):
     item: object  # unchanged from the source
     shard: int
     place: int  # index in the shard, from 0
-    name: str = ""  # name for messages, from a reader of text files
+    name: str = ""  # name for error messages, from a reader of text files
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class StreamedRows(SourceRows):
     _: KW_ONLY
     seed: int | str  # determines the order, together with the pass or the block
     shuffle: bool  # False reads shards and rows in order
-    # Makes a row from a shard's item and its name for messages; raises ValueError for a bad item.
+    # Makes a row from a shard's item and its name for error messages; raises ValueError for a bad item.
     row_of: Callable[[object, str], Any] = lambda item, where: item
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class StreamedRows(SourceRows):
         return self._with_columns(self.row_of(key.item, where), where, row_id)
 
     def where(self, key: StreamedRow) -> str:
-        """Returns a row's name for messages."""
+        """Returns a row's name for error messages."""
         if key.name:
             return key.name
         shard = f" of shard {key.shard + 1}" if len(self.shards) > 1 else ""
@@ -152,7 +152,7 @@ class StreamedRows(SourceRows):
                 del self._blocks[oldest]
 
     def _blocks_from(self, mark: Mark) -> Iterator[tuple[list[StreamedRow], Mark]]:
-        """Yields blocks in the order of the source, each with the next block's mark; the last may be empty."""
+        """Yields blocks in source order, each with the next block's mark; the last block of a pass may be empty."""
         max_rows = self.source.max_rows
         while True:
             num_left = None if max_rows is None else max_rows - mark.num_read
@@ -165,7 +165,7 @@ class StreamedRows(SourceRows):
                 if len(block) < self.block_rows:
                     mark = Mark(number, epoch + 1)
                 else:
-                    row, turn, shard = block[-1]
+                    row, turn, shard = block[-1]  # `turn` counts the pass's earlier shards
                     has_state = hasattr(shard, "state_dict") and hasattr(shard, "load_state_dict")
                     state = copy.deepcopy(shard.state_dict()) if has_state else None
                     mark = Mark(number, epoch, mark.num_read + len(block), turn, row.place + 1, state)

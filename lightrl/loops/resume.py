@@ -41,9 +41,9 @@ _FIT_IDENTITY = ("seed_everything", *_IDENTITY, "data.class_path", "data.class",
 
 
 def settings_of(trainer: RLTrainer, optimizers: OptimizerSettings) -> Settings:
-    """Returns a fit's settings by path: the command's or, without a command, the module's constructor arguments.
+    """Returns a fit's settings by path, from the command if there is one, or else the module's constructor arguments.
 
-    `optimizers` has the numbers that `configure_optimizers` set; those that are not settings of the model are added.
+    Adds the numbers in `optimizers`, which `configure_optimizers` set, unless they are settings of the model.
     """
     settings = trainer.settings
     if settings is None:

@@ -233,11 +233,9 @@ class RolloutStage:
         settings = _apply_hooks(trainer, module, settings)
         if is_fit and not settings.max_staleness and not settings.reads_rewards and graph.before_rewards():
             settings = dataclasses.replace(settings, defers_rewards=True)
-        plain = {
-            name: value for name, value in vars(settings).items() if isinstance(value, int | float | str | dict | None)
-        }
-        plain = ranks.broadcast_json(plain)  # filter, curriculum and metrics stay on rank 0
-        settings = dataclasses.replace(settings, **plain) if ranks.is_main else RolloutSettings(**plain)
+        plain: Any = int | float | str | dict | None  # filter, curriculum and metrics stay on rank 0
+        shared = ranks.broadcast_json({key: value for key, value in vars(settings).items() if isinstance(value, plain)})
+        settings = dataclasses.replace(settings, **shared) if ranks.is_main else RolloutSettings(**shared)
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: reading `log_dir` is a collective
         log_folder = None if trainer.fast_dev_run else folder
         start = functools.partial(self._start_controller, module, settings, prompts, log_folder)
@@ -331,7 +329,7 @@ def _apply_hooks(trainer: RLTrainer, module: RLModule, settings: RolloutSettings
 
 
 def devices_text(trainer: RLTrainer) -> str:
-    """Describes the devices of trainer and engine on this machine; also passes the trainer's devices to the engine."""
+    """Describes trainer and engine devices on this machine; gives the engine the trainer's devices and precision."""
     devices = getattr(trainer.strategy, "parallel_devices", None) or [trainer.strategy.root_device]
     engine = trainer.engine or LocalEngine()
     engine.trainer_precision = str(trainer.precision)

@@ -214,7 +214,7 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Adds the reward model's scores to the rewards; raises ValueError if all are 0, a sign of an untrained head."""
+    """Adds the reward model's scores to the rewards; raises an error if all are 0 (an untrained head) or one is NaN."""
     scores = experience["reward_model_scores"]
     if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
@@ -313,7 +313,7 @@ class CallRun:
 
     Calls to the trainer's models run in the thread that calls `finish`. Every other call runs in a separate thread,
     which adds the result and starts the calls that were waiting for it. If a call misses its deadline, the error names
-    it and its thread, a daemon, is abandoned.
+    the call, and its daemon thread is abandoned.
 
     With several ranks, each rank runs the calls whose models it has, in the graph's order. Results are shared as late
     as possible, when a call needs them or at the end, so that calls on different ranks run at the same time.

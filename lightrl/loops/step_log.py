@@ -76,7 +76,7 @@ class StepLog(_LoggerConnector):
         trainer: Any = self.trainer
         if not trainer.training or trainer.log_every_n_steps == 0:
             return super().should_update_logs
-        number = trainer.fit_loop.epoch_loop._batches_that_stepped
+        number = trainer.fit_loop.epoch_loop._batches_that_stepped  # Lightning adds 1; here it starts at 1
         return bool(trainer.should_stop) or number % trainer.log_every_n_steps == 0
 
     def update_eval_epoch_metrics(self) -> Any:

@@ -14,7 +14,7 @@ over the tokens that learn (w ≠ 0) are joined as two metrics, from which `valu
 / mean(w²) = (Σw)² / (N Σw²). It is 1 on-policy, and about 1/N if one of N tokens carries all the weight. It counts
 tokens, not trajectories, because losses weight tokens, and because rounding dominates the product of a long
 trajectory's ratios: 30,000 differences of 0.01 nats have a standard deviation of 1.7 nats, so even on-policy the
-effective sample size would be 5 %.
+effective sample size would be 5%.
 
 Unlike validation metrics, these are not torchmetrics Metrics. A Metric reduces each of its states with a separate
 collective (about 60 per update instead of two), in every process instead of only a role's ranks, and requires the same
@@ -63,7 +63,7 @@ def reduction_of(name: str) -> Reduction:
 
 @torch.no_grad()
 def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tensor]:
-    """Returns a microbatch's part of each metric. Metrics with the same weights tensor share its mask and sum.
+    """Returns each metric's part from a microbatch, [2]: its weighted sum, maximum or minimum, and the sum of weights.
 
     Args:
         metrics: name (see `reduction_of`) → values [B, T] or [B], or a pair of values and weights; masked positions
@@ -71,7 +71,7 @@ def parts_of(metrics: Mapping[str, Metric], loss_mask: Tensor) -> dict[str, Tens
         loss_mask: bool [B, T].
     """
     masks = {2: loss_mask, 1: loss_mask.any(1)}
-    # id of the weights (without weights: the number of dims) → weights, mask of the values that count, sum of weights
+    # id of the weights (None: number of dims) → weights, mask of values that count, sum of weights; shared by metrics
     weights_by_key: dict[int, tuple[Tensor | None, Tensor, Tensor]] = {}
     numbers, sums = [], []
     for name, metric in metrics.items():

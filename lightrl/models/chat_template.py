@@ -211,7 +211,7 @@ class ChatTemplate:
             )  # fmt: skip
 
     def _with_image_frames(self, text: str) -> str:
-        """Expands the one token per image that Gemma 3's template writes into all the tokens that the model reads."""
+        """Replaces the single token per image in Gemma 3's text with the image token and the tokens around it."""
         reader = self.image_reader
         if reader is None or reader.frame is None:
             return text

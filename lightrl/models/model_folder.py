@@ -148,7 +148,7 @@ class ModelDescription:
             tuning.check_saved(self._without_weights(), tensors, config, name)  # builds only a class from transformers
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-        """Builds the model with these weights, without copying them; merges the tuning's weights into the base.
+        """Builds the model with these weights, without copying them; merges the tuning weights into the base.
 
         Args:
             tensors: keyed by the names in the model's `state_dict`; a tied weight may have only one of its names.
@@ -327,12 +327,13 @@ def keep_trained(checkpoint: dict[str, Any], models: Models, saved: Collection[s
 def fill_in(checkpoint: dict[str, Any], models: Models, saved: Collection[str]) -> None:
     """Copies the weights that `keep_trained` removed from a checkpoint back into it, before it is loaded.
 
-    Does nothing if the strategy loads the checkpoint itself, tensor by tensor.
+    Copies nothing if the strategy loads the checkpoint itself. Raises ValueError if the quantization differs.
     """
-    if "state_dict" not in checkpoint:
-        return
     for name, (model, role) in models.items():
-        if name not in saved or role.tuning.keeps_base:
+        base = json.loads(checkpoint.get("models", {}).get(name, {}).get("base") or "{}").get("quantization")
+        if name in saved and base != (own := role.spec.quantization):
+            raise ValueError(f"The {name} was trained with quantization={base!r}, got {own!r}. Set it to {base!r}.")
+        if "state_dict" in checkpoint and (name not in saved or role.tuning.keeps_base):
             for key, value in model.state_dict(prefix=f"{name}.").items():
                 checkpoint["state_dict"].setdefault(key, value)
 

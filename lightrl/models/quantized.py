@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightrl.models.hybrids import keeps_states
-from lightrl.models.precision import keep_float32
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,17 +40,25 @@ class NF4Linear(torch.nn.Linear):
 
     absmax: Tensor  # [number of blocks], float32
     code: Tensor  # [16], float32
+    like: Tensor  # [0], has the dtype of the dequantized weight
 
     def __init__(self, layer: Any) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
         state = layer.weight.quant_state
-        self.weight = torch.nn.Parameter(layer.weight.data, requires_grad=False)  # two values per byte
+        packed = layer.weight.data if self.in_features % 2 else layer.weight.data.view(self.out_features, -1)
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)  # two values per byte
         self.bias = layer.bias
-        self.weight_dtype, self.block_size = state.dtype, state.blocksize
+        self.block_size = state.blocksize
+        self.register_buffer("like", torch.empty(0, dtype=state.dtype), persistent=False)
         self.register_buffer("absmax", state.absmax, persistent=False)
         self.register_buffer("code", state.code, persistent=False)
-        keep_float32(self)
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        absmax, code = self.absmax, self.code  # conversions to bfloat16 must not round them
+        super()._apply(change, recurse)  # type: ignore[no-untyped-call]
+        self.absmax, self.code = absmax.to(self.like.device), code.to(self.like.device)
+        return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
@@ -61,16 +68,11 @@ class NF4Linear(torch.nn.Linear):
         return result
 
     def dequantized(self, packed: Tensor) -> Tensor:
-        """Returns the weight [out, in] in the dtype that it was loaded in."""
+        """Returns the weight [out, in] in the model's dtype."""
         functional = _bitsandbytes().functional
-        state = functional.QuantState(
-            self.absmax,
-            shape=torch.Size((1, self.out_features * self.in_features)),
-            code=self.code,
-            blocksize=self.block_size,
-            quant_type="nf4",
-            dtype=self.weight_dtype,
-        )
+        settings = {"code": self.code, "blocksize": self.block_size, "quant_type": "nf4", "dtype": self.like.dtype}
+        row = torch.Size((1, self.out_features * self.in_features))
+        state = functional.QuantState(self.absmax, shape=row, **settings)
         weight: Tensor = functional.dequantize_4bit(packed.to(self.absmax.device), state)
         return weight.view(self.out_features, self.in_features)
 

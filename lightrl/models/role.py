@@ -92,8 +92,7 @@ class Role:
             raise ValueError(f"The model at {self.spec.url} runs on its server's devices. Omit mesh.")
         if self.spec.quantization is not None and self.lora is None:
             raise ValueError(
-                f"A model with quantization={self.spec.quantization!r} needs lora, because its own weights cannot be "
-                "trained. Add lora, or remove quantization."
+                f"quantization={self.spec.quantization!r} needs lora to train anything. Add lora, or remove it."
             )
 
     @classmethod
@@ -126,7 +125,7 @@ class Role:
         return None if is_base else replace(self, lr=None, weight_decay=None)
 
     def load_model(self) -> PreTrainedModel:
-        """Loads the model and adds the tuning's weights; inside `models_made_by(make)`, may return `make(self)`."""
+        """Loads the model and adds the tuning weights. Inside `models_made_by`, `make` builds unquantized models."""
         make = _MAKE.get()
         if make is not None and self.spec.quantization is None:  # only whole weights can be quantized
             return make(self)

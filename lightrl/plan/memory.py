@@ -267,7 +267,7 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
         working += [replace(cost, gathered=cost.gathered + cost.weights)] if role.waits_on_host else []
     device, host = dict(state), dict[str, float]()
     if "parameters" in run.offloads:
-        device, host = host, device
+        device, host = host, device  # the state is on the host
     if working:
         most = max(working, key=lambda cost: cost.working)
         device |= {"gathered": most.gathered, "activations": most.activations, "logits": most.logits}

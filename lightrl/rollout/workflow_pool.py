@@ -43,7 +43,7 @@ START_S = 120.0  # time for a worker to import everything
 END_S = 5.0  # time for a worker to exit after its channel is closed
 BEAT_S = 1.0  # interval between messages to an idle worker
 MAX_DEATHS = 3  # a trajectory that was running when this many workers died may be the cause, and is not run again
-_STACK_S = 0.5  # time for a hanging worker to print its stack
+_STACK_S = 0.5  # time for a hung worker to print its stack
 _ANSWERS = {"state": dict, "follow": FollowerState}  # kind of request → type of its answer, unless it is an EngineError
 
 
@@ -94,7 +94,7 @@ class _Worker:
 
 @dataclass(eq=False)
 class WorkflowPool:
-    """A controller's workers, which are the engine's `FollowerProcesses`; belongs to the controller's event loop.
+    """The pool of a controller's workers (the engine's `FollowerProcesses`); belongs to the controller's event loop.
 
     Raises ValueError if this engine or workflow cannot be used in other processes.
     """

@@ -319,7 +319,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
         layers = decoder_layers(model)
         if hasattr(model, "config"):
-            conversions(model)
+            conversions(model)  # keeps the rules for later, because sharding renames the model's class
         if not layers and hasattr(model, "config"):
             raise ValueError(
                 f"FSDP2Strategy needs models that name their decoder layers in _no_split_modules, but "

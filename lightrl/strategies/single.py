@@ -315,9 +315,8 @@ class SingleModel:
         packed_rows = PackedRows(layout.lengths, device, parents=layout.parents, group=group)
         starts = arguments(self.model, packed_rows, with_states=self._keeps_states)
         inputs = forward_inputs(self.model, experience, torch.arange(len(experience)), experience.token_ids, tokens)
-        inputs = {"position_ids": tokens[1][None], **inputs, **starts}
         with self._replaying(experience, *tokens):
-            output = self.model.base_model(**inputs, use_cache=False)
+            output = self.model.base_model(**{"position_ids": tokens[1][None], **inputs, **starts}, use_cache=False)
         rows, columns = predicting_positions(on_host(experience.loss_mask))
         indices = layout.flat_indices[rows, columns]
         rows, columns, indices = (to_device(values[indices >= 0], device) for values in (rows, columns, indices))

@@ -114,7 +114,7 @@ def apply(change: Change, bits: Bits, *, backward: bool = False) -> None:
 
 
 def pack(changes: Sequence[Change]) -> Block:
-    """Packs at most `BLOCK_CHUNKS` changes, all of the same element size, into a block."""
+    """Packs up to `BLOCK_CHUNKS` changes with one element size into a block: gaps between positions, then values."""
     sparse = [index * CHUNK + change.positions for index, change in enumerate(changes) if change.positions is not None]
     gaps = np.diff(np.concatenate(sparse), prepend=-1) if sparse else np.empty(0, np.int64)
     gap_bytes = [np.minimum(gaps, _ESCAPE).astype(np.uint8).tobytes(), gaps[gaps >= _ESCAPE].astype("<u4").tobytes()]

@@ -27,9 +27,9 @@ def test_the_interval_is_that_of_a_bootstrap_over_prompts() -> None:
 
 def test_validation_prints_a_line_for_each_passk_and_for_accuracy_only_without_one() -> None:
     one = {"val/accuracy_fraction": 0.5, "val/prompts": 4.0, "val/reward": 0.5}
-    assert interval_lines(one) == "val pass@1 0.5000, 95 % interval 0.1500 to 0.8500 (Wilson, 4 prompts)"
+    assert interval_lines(one) == "val pass@1 0.5000, 95% interval 0.1500 to 0.8500 (Wilson, 4 prompts)"
     several = one | {"val/pass_at_8_fraction": 0.75}
-    assert interval_lines(several) == "val pass@8 0.7500, 95 % interval 0.3006 to 0.9544 (Wilson, 4 prompts)"
+    assert interval_lines(several) == "val pass@8 0.7500, 95% interval 0.3006 to 0.9544 (Wilson, 4 prompts)"
     sets = {"test/accuracy_fraction/sums": 1.0, "test/prompts/sums": 2.0, "test/prompts": 5.0}
-    assert interval_lines(sets) == "test/sums pass@1 1.0000, 95 % interval 0.3424 to 1.0000 (Wilson, 2 prompts)"
+    assert interval_lines(sets) == "test/sums pass@1 1.0000, 95% interval 0.3424 to 1.0000 (Wilson, 2 prompts)"
     assert interval_lines({"val/reward": 1.0, "val/prompts": 3.0, "val/accuracy_fraction": math.nan}) == ""

@@ -149,7 +149,7 @@ def test_only_one_call_with_right_arguments_has_the_full_reward(completion: str,
     assert not any(calls.right_call(trajectory_that(completion, finish_reason="length", **row)).values())
 
 
-def test_no_held_out_call_has_a_function_or_a_request_of_the_train_rows(tmp_path: Path) -> None:
+def test_no_held_out_call_is_of_a_function_or_a_request_of_the_train_rows(tmp_path: Path) -> None:
     write_calls(tmp_path)
     files = {path.stem: list(map(json.loads, path.read_text().splitlines())) for path in tmp_path.glob("*.jsonl")}
     functions = {name: [row["function"] for row in rows] for name, rows in files.items()}
@@ -173,9 +173,7 @@ def write_calls(folder: Path) -> None:
             questions, answers = [], []
             for n in numbers:
                 parameters = {"type": "dict", "properties": schema, "required": ["num", "sizes"]}
-                chat = [{"role": "system", "content": "Buy!"}] * (n == 21) + [
-                    {"content": f"Buy {n % 22} of f{n % 22}."}
-                ]
+                chat = [{"role": "system", "content": ""}] * (n == 21) + [{"content": f"Buy {n % 22} of f{n % 22}."}]
                 function = {"name": f"buy.f{n}", "description": "Buys.", "parameters": parameters}
                 questions.append(json.dumps({"id": n, "question": [chat], "function": [function]}))
                 values = {"num": ["", n], "sizes": [[0.5]], "kind": ["a", ""]}

@@ -27,7 +27,7 @@ FRUGAL = {"checkpoint_activations": True, "reduce_every_microbatch": True}
 
 
 def planned(**settings):
-    """A run that trains the 7 B model in one process."""
+    """A run that trains the 7B model in one process."""
     config = AutoConfig.for_model(**SEVEN_B)
     with torch.device("meta"):
         size = ModelSize.of(AutoModelForCausalLM.from_config(config))

@@ -191,7 +191,7 @@ def test_two_ranks_balance_as_one_process_does(tmp_path: Path) -> None:
     ("policy", "balance", "message"),
     [
         (spec("qwen3_moe"), ExpertBalance(RATE), "needs routers that choose by a bias"),
-        (POLICY, ExpertBalance(RATE), "support qwen3, whose layers do not have equally many experts"),
+        (POLICY, ExpertBalance(RATE), "support qwen3, whose blocks have no experts or not equally many"),
         (spec("deepseek_v3"), ExpertBalance(), "changes nothing for"),
         (spec("deepseek_v3"), ExpertBalance(loss_coef=COEF), "has no router_aux_loss_coef"),
         (Role(spec("deepseek_v3"), lora=LoRA(rank=2)), ExpertBalance(RATE), "which lora does not train"),

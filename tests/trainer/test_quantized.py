@@ -55,6 +55,7 @@ def test_linear_layers_are_quantized_and_all_else_is_as_in_the_folder(family: st
     expected = {name: by_hand(weight) if name.endswith("proj.weight") else weight for name, weight in plain.items()}
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert sum(value.dtype == torch.uint8 for value in held_tensors(model).values()) == 14
+    assert all(torch.equal(value, found[name].bfloat16()) for name, value in whole_parameters(model.bfloat16(), "base"))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bf16-mixed"])
@@ -115,8 +116,10 @@ def test_a_resumed_run_repeats_the_whole_one(base: Path, tmp_path: Path, finishe
     train(tmp_path, first, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")
     assert all(map(LoRA().adds, torch.load(tmp_path / "run.ckpt", weights_only=True)["state_dict"]))
     make_trainer(tmp_path, max_steps=3).fit(second, datamodule=Digits(), ckpt_path=tmp_path / "run.ckpt")
-    expected, found = weights(finished[0]), weights(second)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    torch.testing.assert_close(weights(second), weights(finished[0]), rtol=0, atol=0)
+    other = TinyGRPO(replace(quantized(base), model=replace(quantized(base).spec, quantization=None)))
+    with pytest.raises(ValueError, match="The policy was trained with quantization='nf4', got None"):
+        make_trainer(tmp_path, max_steps=3).fit(other, datamodule=Digits(), ckpt_path=tmp_path / "run.ckpt")
 
 
 def test_what_cannot_be_exact_is_refused(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +128,7 @@ def test_what_cannot_be_exact_is_refused(base: Path, tmp_path: Path, monkeypatch
         TinyGRPO(role.spec)
     with pytest.raises(ValueError, match="quantization='nf4' needs a checkpoint"):
         replace(POLICY, quantization="nf4")
-    strategies = Parallel3DStrategy(tp=2), FSDP2Strategy(ep=2), FSDP2Strategy(offload_to_cpu=["parameters"])
-    for strategy in strategies:
+    for strategy in Parallel3DStrategy(tp=2), FSDP2Strategy(ep=2), FSDP2Strategy(offload_to_cpu=["parameters"]):
         strategy.parallel_devices, strategy.num_nodes = [torch.device("cpu")] * 2, 1
         with pytest.raises(ValueError, match=r"(cannot split|does not support) .*quantization='nf4'"):
             check_strategy(strategy, TinyGRPO(role))

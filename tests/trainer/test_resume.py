@@ -272,7 +272,7 @@ def test_a_crash_between_updates_saves_a_checkpoint_from_which_nothing_is_lost(h
     assert len(counts) == 8 * BATCH_SIZE
 
 
-@pytest.mark.parametrize("hook", ["on_minibatch_end", "on_policy_updated", "on_weights_synced"])
+@pytest.mark.parametrize("hook", ["on_minibatch_end", "on_policy_updated", "on_weight_sync", "on_weights_synced"])
 def test_a_crash_within_an_iteration_saves_no_checkpoint(hook, tmp_path, caplog):
     save = ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=2, filename="{step}")
     with caplog.at_level(logging.WARNING, logger="lightrl"):

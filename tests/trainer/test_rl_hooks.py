@@ -17,8 +17,8 @@ from lightrl.trajectory import Group
 
 HOOKS = [
     "on_rollout_start", "on_rollout_end", "on_rewards_ready", "on_experience_ready", "on_minibatch_start",
-    "on_minibatch_end", "on_minibatch_start", "on_minibatch_end", "on_policy_updated", "on_weights_synced",
-    "on_train_batch_end",
+    "on_minibatch_end", "on_minibatch_start", "on_minibatch_end", "on_policy_updated", "on_weight_sync",
+    "on_weights_synced", "on_train_batch_end",
 ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_pat
     for calls in (of_callback, of_module):
         assert [name for name, _ in calls] == ["on_weights_synced", *HOOKS, *HOOKS]
         assert calls[0][1] == (0,)
-        arguments = [args for _, args in calls[12:]]  # of iteration 1
+        arguments = [args for _, args in calls[13:]]  # of iteration 1
         groups, experience = arguments[1][0], arguments[3][0]
         assert [len(group.trajectories) for group in groups] == [GROUP_SIZE] * BATCH_SIZE
         assert arguments[2][0] == groups
@@ -96,7 +96,7 @@ def test_callbacks_and_module_see_every_hook_in_order_with_its_arguments(tmp_pat
         assert [args[1:] for args in arguments[4:8]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
         assert sum(len(args[0]) for args in arguments[4:8:2]) == BATCH_SIZE * GROUP_SIZE
         assert {"loss", "ratio", "clipped_fraction", "entropy_nats", "grad_norm"} <= arguments[5][0].keys()
-        assert arguments[8:10] == [(2,), (2,)]
+        assert arguments[8:11] == [(2,), (2,), (2,)]
     for name, value in {"start": 1.0, "experience": 2.0, "minibatch": 1.0, "version": 2.0}.items():
         assert trainer.callback_metrics[f"mine/{name}"] == value
 

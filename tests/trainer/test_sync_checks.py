@@ -266,9 +266,9 @@ SHORT = {"lr": 0.0, "group_size": 4, "num_minibatches": 1, "sampling": Sampling(
 
 @pytest.mark.parametrize(("max_staleness", "settings"), [(0, {}), (2, {}), (0, SHORT | {"update_epochs": 24})])
 def test_right_rows_pass_where_all_are_compared(max_staleness, settings, tmp_path):
-    clips = Callback()
-    clips.on_policy_updated = lambda trainer, module, version: module.policy.lm_head.weight.data.clamp_(-0.02, 0.02)
-    callbacks = [StalenessControl(max_staleness), WeightSync(verify="all"), clips]
+    decays = Callback()
+    decays.on_policy_updated = lambda trainer, module, version: module.policy.lm_head.weight.data.mul_(0.97)
+    callbacks = [StalenessControl(max_staleness), WeightSync(verify="all"), decays]
     trainer = make_trainer(tmp_path, callbacks=callbacks, max_steps=12)
     trainer.fit(TinyGRPO(**{"lr": 3e-2, "group_size": 8, "num_minibatches": 4} | settings), Digits())
     assert trainer.global_step == 12

@@ -394,7 +394,7 @@ def _interval(section: str, areal: Leaves) -> tuple[str | None, object]:
     return next(((kind, value) for kind, value in given if value is not None), (None, None))
 
 
-def checkpoints(section: str, kind: str) -> Rule:
+def checkpoints(section: str, kind: str) -> Rule:  # `section`: saver or recover; `kind`: a key of INTERVALS
     def rule(value: int | None, areal: Leaves) -> Outcome:
         is_off = section == "recover" and areal.get("recover.mode", "disabled") in ("disabled", "off")
         if value is None or is_off:
@@ -402,7 +402,7 @@ def checkpoints(section: str, kind: str) -> Rule:
         if _interval(section, areal)[0] != kind:
             return Outcome(left=f"a ModelCheckpoint has one interval, which freq_{_interval(section, areal)[0]} sets")
         if section == "recover" and _interval("saver", areal) == (kind, value):
-            return Outcome({"callbacks.ModelCheckpoint.save_last": True})
+            return Outcome({"callbacks.ModelCheckpoint.save_last": True})  # the saver's callback can do both
         name = "callbacks.ModelCheckpoint" if section == "saver" else "callbacks.ModelCheckpoint:recover"
         saving = {f"{name}.save_top_k": -1} if section == "saver" else {f"{name}.save_last": True}
         interval = str(datetime.timedelta(seconds=value)) if kind == "secs" else value

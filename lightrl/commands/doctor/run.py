@@ -358,7 +358,7 @@ def _rewards(trial: Trial, module: RLModule) -> Iterator[Finding]:
 
 
 def run_length(trainer: L.Trainer, checkpoints: Sequence[ModelCheckpoint]) -> tuple[float, float, float]:
-    """Returns how many iterations (infinite if nothing ends the run), validations and kept checkpoints a run has."""
+    """Returns a run's number of iterations (infinite if nothing ends it), validations, and checkpoints it keeps."""
     iterations, epoch = float(trainer.estimated_stepping_batches), trainer.num_training_batches
     interval = (trainer.val_check_batch or math.inf) * (trainer.check_val_every_n_epoch or 1)
     files = 0.0

@@ -44,7 +44,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self) -> int:
-        """Waits for the run and returns its exit code; by default, for runs that another program watches, returns 0."""
+        """Waits for the run and returns its exit code. The default, 0, is for runs that another program watches."""
         return 0
 
     def end(self) -> None:

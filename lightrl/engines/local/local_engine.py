@@ -125,7 +125,7 @@ class LocalEngine(RolloutEngine):
 
     continues_completions = True
     reads_prompts = returns_topk = True
-    probe_every_n_loads = 10  # with 0.8 M parameters, a probe takes 9 ms, 3 % of a quickstart iteration
+    probe_every_n_loads = 10  # with 0.8 M parameters, a probe takes 9 ms, 3% of a quickstart iteration
 
     def __init__(
         self,

@@ -214,7 +214,7 @@ class ServerEngine(RolloutEngine):
             entry_point("gateway").check_installed(self.router)
 
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
-        """Returns the arguments that servers started here need to support the settings and return these columns."""
+        """Returns the arguments to start servers with, so that they support the settings and return these columns."""
         return {}
 
     def dtype_of_auto(self, config: PretrainedConfig) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Gateway: lets SGLang's gateway (smg) choose the server of each request; other calls go directly to each server.
 
     RequestLoop ── /generate ──► smg ──► one of its workers
-    Gateway.keep ── /workers ──► smg     keeps its workers equal to the routable servers
+    Gateway.keep ── /workers ──► smg     makes its workers match the routable servers
 
 So requests reach only servers whose current weights are verified. Paths and fields match smg 1.13.0. A deleted
 worker gets no new requests; for 5 seconds it is listed as `draining` and cannot be added again.
@@ -150,7 +150,7 @@ class Gateway(Connection, Router):
         return answer, url
 
     async def keep(self, home: HomeLoop) -> None:
-        """Keeps the gateway's workers equal to the routable servers while the engine runs."""
+        """Makes the gateway's workers match the routable servers while the engine runs."""
         while True:
             before = self.state
             await self.settle()

@@ -99,7 +99,7 @@ class RequestLoop:
     versions: ServedVersions = field(default_factory=ServedVersions)
     _paused: set[Server] = field(default_factory=set)  # servers that `pause` paused and that are still paused
     _at_load: set[Server] = field(default_factory=set)  # servers that a running load pauses and resumes
-    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # seed → completion in progress with n = 1
+    _drafts: dict[int, CompletionDraft] = field(default_factory=dict)  # for `unfinished`: seed → completion with n = 1
 
     @property
     def fleet(self) -> ServerFleet:

@@ -372,7 +372,7 @@ class _Reader:
                 token, factor = r"\frac", factor / self._factor()
             if token == r"\frac" and isinstance(value, sympy.Integer) and factor.is_Rational:
                 if not 0 < factor < 1:
-                    raise UnreadableError("no mixed number")
+                    raise UnreadableError("not a mixed number")
                 value += factor
                 continue
             self._count_calculation(value, factor)
@@ -461,10 +461,10 @@ class _Reader:
 
     def _group(self, opening: str) -> Any:
         """Reads the rest of a group after its opening bracket: a value, a tuple, a set or an interval."""
-        bars, self._bars = self._bars, False
+        bars, self._bars = self._bars, False  # inside brackets, `|` does not close an outer `|`
         closings = {"{": "}", r"\{": r"\}"}.get(opening)
         items = []
-        if closings != self._tokens[self._at] or opening == "{":
+        if closings != self._tokens[self._at] or opening == "{":  # only `\{\}` may be empty
             items.append(self._relation())
             while self._take(","):
                 items.append(self._relation())
@@ -477,11 +477,11 @@ class _Reader:
         if opening + closing in ("()", "{}"):
             return tuple(items) if opening == "(" else frozenset(items)
         if len(items) != 2:
-            raise UnreadableError("no interval")
+            raise UnreadableError("not an interval")
         are_open = opening != "[", closing != "]"
-        value = sympy.Interval(*items, *are_open)
+        value = sympy.Interval(*items, *are_open)  # opens infinite ends; one point or none is no Interval
         if not isinstance(value, sympy.Interval) or (value.left_open, value.right_open) != are_open:
-            raise UnreadableError("`[1, \\infty]`, or nothing between the ends")
+            raise UnreadableError("an interval closed at infinity, or empty inside")
         return value
 
     def _function(self, name: str) -> Any:
@@ -515,7 +515,7 @@ class _Reader:
 
 def _number(value: Any) -> Any:
     if not isinstance(value, sympy.Expr):
-        raise UnreadableError("no number")
+        raise UnreadableError("not a number")
     return value
 
 
@@ -545,7 +545,7 @@ def _as_set(value: Any) -> Any:
         return sympy.FiniteSet(*value)
     if isinstance(value, sympy.Set):
         return value
-    raise UnreadableError("no set")
+    raise UnreadableError("not a set")
 
 
 class _Named(NamedTuple):

@@ -69,7 +69,7 @@ class _Write:
 
 
 class BackgroundWrites:
-    """Runs writes one after another in daemon threads, so that a hanging disk blocks neither Ctrl-C nor the exit.
+    """Runs writes one after another in daemon threads, so that a hung disk blocks neither Ctrl-C nor the exit.
 
     A write may take any time while the disk makes progress. Without progress for `stall_s` (`stall_at_end_s` while an
     error or Ctrl-C is ending the run), the write fails and ends the run. At most two writes, each with a copy of the
@@ -146,7 +146,7 @@ class BackgroundWrites:
             if progress.num_bytes != num_bytes or not progress.num_at_disk:  # it waits for other ranks
                 stalled_s, num_bytes, warns_at_s = 0.0, progress.num_bytes, _WARN_EVERY_S
                 continue
-            stalled_s += _STEP_S  # counts waits, not clock time: a stopped process is not a hanging disk
+            stalled_s += _STEP_S  # counts waits, not clock time, which passes while the process is suspended
             if stalled_s >= limit_s:
                 self._hung = write
                 self._pending.clear()

@@ -204,7 +204,7 @@ def read_rest(folder: Path) -> dict[str, Any]:
         )
     rest = load_plain(folder / META_FILE)
     if rest.pop(_SAVE_ID, None) != own_save_id(SafeReader(folder).read_metadata()):
-        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} is from a different save than .metadata. Use another.")
+        raise DamagedCheckpoint(f"{str(folder / META_FILE)!r} was not saved with .metadata. Use another checkpoint.")
     return rest
 
 

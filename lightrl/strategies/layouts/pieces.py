@@ -155,9 +155,9 @@ def forward_backward(
             return loss_fn(part, outputs)
         pairs = ((getattr(outputs, name), gradient) for name, gradient in gradients.items() if gradient is not None)
         products = [(value * gradient).sum() for value, gradient in pairs if value.requires_grad]
-        products = [*(products or [0 * outputs.logprobs.sum()]), *own_losses]
-        own_losses.clear()
-        return torch.stack(products).sum()
+        products = [*(products or [0 * outputs.logprobs.sum()]), *own_losses]  # backward needs a graph
+        own_losses.clear()  # only one piece adds them
+        return torch.stack(products).sum()  # only its gradient equals the loss's
 
     model.forward_backward(_padded(parts, ranks, microbatches), loss_of, backward)
 

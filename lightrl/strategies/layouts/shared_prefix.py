@@ -119,7 +119,7 @@ class Prefixes(NamedTuple):
         return cls(order, shared, [sizes[row] for row in order])
 
     def chunks(self, max_tokens: int) -> list[Prefixes]:
-        """Cuts the order into parts whose trees have at most `max_tokens` tokens, or consist of one longer row."""
+        """Cuts `order` at rows that share nothing, and where trees would exceed `max_tokens`; a longer row is alone."""
         starts, num_tokens = [0], 0
         for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
             num_tokens += end - shared

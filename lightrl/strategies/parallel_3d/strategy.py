@@ -306,7 +306,7 @@ class Parallel3DModel:
             self.split.reshard()
         else:
             run_backward = functools.partial(self._backward, feeds, held, parameters)
-            start = torch.zeros((), requires_grad=True)
+            start = torch.zeros((), requires_grad=True)  # makes autograd call `run_backward`
             result = _Results.apply(run_backward, start, result)  # type: ignore[no-untyped-call]
         whole_feed = replace(feeds[0], positions=predicting_positions(microbatch.loss_mask))  # in the order of `result`
         return self._outputs(result, whole_feed, microbatch)
@@ -394,9 +394,9 @@ class Parallel3DModel:
             stage.to(device)
 
     def _feeds(self, microbatches: Sequence[Experience], candidates: Sequence[Candidates]) -> list[Feed]:
-        size = self.split.mesh["tp"].size()
+        size = self.split.mesh["tp"].size()  # W must be a multiple: tp ranks divide the tokens
         options: dict[str, Any] = {"is_packed": self.is_packed, "replays": self.is_policy, "group": self.context_group}
-        has_logprobs = self.split.whole.get_output_embeddings() is not None
+        has_logprobs = self.split.whole.get_output_embeddings() is not None  # a critic has none
         return [
             Feed.of(part, self.settings, num if has_logprobs else 0, multiple=size, **options)
             for part, num in zip(microbatches, candidates, strict=True)

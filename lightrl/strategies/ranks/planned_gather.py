@@ -196,7 +196,7 @@ class PlannedGather:
             Layout(
                 name,
                 tuple(shape),
-                dtype.itemsize,
+                8 if dtype == torch.uint8 else dtype.itemsize,  # two values of at most 4 bytes after `merge`
                 {rank: boxes[rank][name] for rank in range(len(boxes)) if name in boxes[rank]},
             )
             for name, (shape, dtype) in whole_of.items()

@@ -358,7 +358,7 @@ class RankWatch:
         return self._rank, f"{failed}:\n{lines}", f"{failed}: {problem}", []
 
     def _end(self, failure: str, dead_ranks: list[int]) -> None:
-        """Prints the main thread's stack and the failure; kills the process if that thread does not exit in time."""
+        """Prints this rank's stack and the failure; kills local `dead_ranks`, and this process if it does not exit."""
         with self._end_lock:
             if self._has_printed:
                 return

@@ -362,7 +362,7 @@ def check_command(
         raise ValueError(f"workspace_template={template!r} must be a folder. Create it, or leave the setting out.")
     for word in command or ():
         if _SECRET.search(word):
-            raise ValueError(f"command has {word!r}, but all users can read arguments. Pass it in environment instead.")
+            raise ValueError(f"command has {word!r}, but other users can see it. Pass it in environment instead.")
     for name, value in environment.items():
         for secret in _SECRET.findall(value):
             if secret not in os.environ:

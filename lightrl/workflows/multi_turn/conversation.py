@@ -90,12 +90,12 @@ class TurnRenderer(ChatTemplate):
         """Returns all messages up to `answer`, their rendered text, and the part of that text after the policy's turn.
 
         Args:
-            messages: the messages before the turn.
-            before: those messages, rendered.
+            messages, before: the messages before the turn, and their rendered text.
             content: the turn's text, as the policy generated it.
+            answer, arguments: the messages that answer the turn; the template's arguments.
         """
         turn = {"role": "assistant", "content": content}
-        chats = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]
+        chats = [[*chat, *answer] for chat in with_turn(messages, opened(before), turn)]  # thinking may be separate
         for chat in chats:
             text = self.render(chat, arguments)
             end = _end_of_prefix(text, before + content)

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import time
 from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -47,7 +48,7 @@ _LIFE = 'trap \'\' PIPE; if eval "$1" >&2; then echo started; else echo; fi; rea
 _EMPTY = 'mkdir -p "$0" && cd "$0" && find . && rm -rf ./* ./.[!.]* ./..?*'
 _IS_MISSING = re.compile("could not find|could not be found|no such file", re.IGNORECASE)
 _ROOTLESS = re.compile(r"^ *rootless(: true)?$", re.MULTILINE)  # in the output of `info`, of podman and docker
-_CGROUPS_V1 = re.compile(r"cgroup ?version: v?1$", re.MULTILINE | re.IGNORECASE)
+_NO_LIMITS = re.compile(r"cgroup ?(version: v?1|driver: none)$", re.MULTILINE | re.IGNORECASE)  # none without systemd
 _WITH_VARIABLES = '. "$0"; exec "$@"'
 
 
@@ -67,8 +68,8 @@ class Docker(Runtime):
         done = self._call("info")
         if done.returncode:
             return f"`{self.program} info` failed: {_end_of(done.stderr)}. Start its service or choose another runtime."
-        if _ROOTLESS.search(done.stdout) and _CGROUPS_V1.search(done.stdout):
-            log.warning("Without root, %s limits neither memory nor processes with cgroups v1.", self.program)
+        if _ROOTLESS.search(done.stdout) and _NO_LIMITS.search(done.stdout):
+            log.warning("Without root, %s limits memory and processes only with cgroups v2 and systemd.", self.program)
         self._remove_left_behind()
         return None
 
@@ -141,8 +142,7 @@ class Docker(Runtime):
     def _start(self, name: str, machine: Machine, request: Json) -> list[str]:
         limits = request["limits"]
         words = ["run", "--detach", "--name", name, "--label", f"{_LABEL}={own_mark()}"]
-        words += ["--user", "0", "--workdir", "/"]
-        words += ["--network", "none" if request["network"] == "none" else "host"]
+        words += ["--user", "0", "--workdir", "/", "--network", "none" if request["network"] == "none" else "host"]
         words += ["--security-opt", "no-new-privileges", "--pids-limit", str(limits["max_processes"])]
         words += ["--log-driver", "none"]  # an agent can write to the output of the container's first process
         # Without these, Podman asks for higher limits than this process may have.
@@ -212,14 +212,15 @@ class Docker(Runtime):
         with subprocess.Popen([*words, str(request["port"])], stdin=PIPE, stdout=PIPE) as relay:  # ends with its input
             assert relay.stdout is not None
             if not await _finished(relay.stdout.readline, relay.kill):
-                text = "cannot enter the container's network. Run as root or a rootless podman, or set network: allow"
-                raise OSError(text)
+                raise OSError("cannot enter the container's network. Use root or a rootless podman, or network: allow")
             yield
 
     async def _fill(self, name: str, max_mib: int | None) -> str:
         """Returns the name of the limit on disk as soon as a container's new files exceed it."""
+        start_s = time.monotonic()
         while max_mib is None or int(await self._do(*_SIZE, name)) <= max_mib << 20:
-            await asyncio.sleep(_SIZE_EVERY_S)
+            await asyncio.sleep(max(_SIZE_EVERY_S, 10 * (time.monotonic() - start_s)))  # a walk over all files
+            start_s = time.monotonic()
         return "disk"
 
     async def _execute(self, name: str, machine: Machine, request: Json) -> tuple[int | None, str | None, str]:
@@ -233,8 +234,7 @@ class Docker(Runtime):
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        output = bytearray()
-        limits = request["limits"]
+        output, limits = bytearray(), request["limits"]
 
         async def talk(stdin: asyncio.StreamWriter, stdout: asyncio.StreamReader) -> int:
             stdin.write(request["stdin"].encode(errors="surrogatepass"))

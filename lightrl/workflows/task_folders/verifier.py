@@ -191,7 +191,7 @@ class Verifier:
         if is_pytest:
             tests = replace(tests, command=[*tests.command, "--junitxml={tmp}/report.xml"])
         result, problem = await self._finish(tests, prompt, workspace, self.timeout_s)
-        self._verify.layers = tests.layers
+        self._verify.layers = tests.layers  # `tests` may be a copy; layers are logged once
         if not is_pytest:
             _delete(result.workspace)
             return float(problem is None), {}

@@ -398,7 +398,7 @@ def test_output_that_begins_within_a_secret_shows_no_part_of_it(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"command": ["true", "{env:HOME}"]}, "all users can read arguments. Pass it in environment instead"),
+        ({"command": ["true", "{env:HOME}"]}, "other users can see it. Pass it in environment instead"),
         ({"environment": {"A": "{env:LIGHTRL_NO_SUCH}"}}, "environment has A: .*LIGHTRL_NO_SUCH is not set"),
         ({"readable": ["/no/such"]}, "readable must name existing files or folders, .* got '/no/such'"),
         ({"readable": ["/"]}, "readable must name existing files .* got '/'"),

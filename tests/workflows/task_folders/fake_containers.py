@@ -52,7 +52,7 @@ def main(words: list[str]) -> int:
     if words[0] in ("build", "pull"):
         (STATE / "images" / (words[2] if words[0] == "build" else words[1]).replace("/", "_")).touch()
     elif words[0] == "info":
-        sys.stdout.write("cgroupVersion: v1\nrootless: true" if "podman" in __file__ else "Cgroup Version: 1\nrootless")
+        sys.stdout.write(("Cgroup Driver: none\n rootless", "cgroupVersion: v1\nrootless: true")["podman" in __file__])
     elif words[0] == "run":
         start(words[words.index("--name") + 1])
     elif words[0] == "exec":

@@ -220,14 +220,14 @@ class WeightLoader:
         await asyncio.gather(*(check(server) for server in servers))
 
     async def _check_flush(self, server: Server, weight_version: int) -> None:
-        """Marks a server as lost if the load did not empty its prefix cache."""
+        """Marks a server as lost if the canary shows that the load did not empty its prefix cache."""
         canary = self.sync.canary
         problem = await canary.check(server, weight_version) if canary is not None else None
         if problem is not None:
             self.members.lose(server, problem)
 
     async def _finish_load(self, servers: Sequence[Server], report: SyncReport | None) -> None:
-        """Updates each server's state from the outcome of its load, and lets requests continue."""
+        """Updates each server's state after a load (no `report` if it was interrupted); lets requests continue."""
         for server in [server for server in servers if server not in self._refused]:  # `give` checks those again
             url = server.url
             server.verified_by = report.verified_by.get(url, "version") if report is not None else "version"

@@ -73,8 +73,8 @@ class _Execution:
         out, out_end = os.pipe()
         err, err_end = os.pipe()
         report, report_end = os.pipe()
-        life_end, life = os.pipe()
-        starter = os.fork()
+        life_end, life = os.pipe()  # closes when the guard ends; the keeper then exits
+        starter = os.fork()  # forks the keeper, see `start`
         if starter == 0:
             for descriptor in (out, err, report, life):
                 os.close(descriptor)

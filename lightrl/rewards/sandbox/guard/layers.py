@@ -29,7 +29,7 @@ _CAP_DAC_READ_SEARCH = 2
 _EXECUTE_AND_READ = 0b1101  # Landlock: execute, read a file, list a folder
 _READ_AND_WRITE_FILE = 0b0110
 BIND_TCP, CONNECT_TCP = 0b01, 0b10
-# The filter refuses sockets, access to other processes, namespaces and mounts, and memory that no limit counts.
+# The filter refuses sockets, access to other processes, namespaces, mounts, and memory not counted against any limit.
 # In this order: socket, ptrace, unshare, setns, mount, umount2, add_key, request_key, keyctl, perf_event_open, bpf,
 # userfaultfd, open_by_handle_at, process_vm_readv, process_vm_writev, io_uring_setup, memfd_create, shmget, mq_open,
 # msgget, semget, setsockopt (larger buffers of a socketpair), vmsplice (pipes that keep pages), inotify_init1 and its

@@ -208,7 +208,7 @@ def serve(listener: socket.socket, reach: Callable[[socket.socket], socket.socke
 
 
 def _join(inside: socket.socket, reach: Callable[[socket.socket], socket.socket], free: threading.Semaphore) -> None:
-    """Copies in both directions between a connection from inside and its target, until both are closed."""
+    """Relays data both ways between a connection from inside the sandbox and its target, until both are closed."""
     try:
         with inside, reach(inside) as outside:
             back = threading.Thread(target=_copy, args=(outside, inside), daemon=True)

@@ -101,7 +101,7 @@ def start(program: Program, folder: str, streams: tuple[int, int, int], report: 
 
 
 def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: int, life: int) -> NoReturn:
-    """Runs as the keeper: prepares the folder, starts the program, watches it, and reports how it ended."""
+    """Runs as the keeper: prepares, starts and watches the program, and reports its end; exits if `life` closes."""
     _prepare(program, folder)
     layers.become_subreaper()
     started, started_end = os.pipe()
@@ -120,7 +120,7 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     _write_record(report, record)
     group = program.group if "cgroup" in record.get("layers", ()) else None
     poller = select.poll()
-    poller.register(life, 0)
+    poller.register(life, 0)  # hang-ups are always reported
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
         poller.register(os.pidfd_open(pid), select.POLLIN)
     stopped_by = None

@@ -56,7 +56,7 @@ def show(folder: str, uid: int, readable: Iterable[str], memory_mib: int, *, has
     """
     if not keep_mounts_private():
         return False
-    os.umask(0o022)  # the agent, another user, must read these files; the agent's process sets its own umask
+    os.umask(0o022)  # the agent runs as another user and must be able to read these files; it sets its own umask
     tmp = os.open(f"{folder}/tmp", os.O_PATH)
     own = {path: tmp for path in ("/tmp", "/var/tmp") if Path(path).is_dir()}
     empty = {os.path.realpath(path) for path in ("/run", Path.home()) if Path(path).is_dir()} - {"/"}
