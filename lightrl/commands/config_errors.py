@@ -488,15 +488,13 @@ def _fits(kind: type, base: type) -> bool:
 
 
 def _accepts(value: object, hint: object) -> bool:
-    if value is None:  # the parser accepts it for every type
-        return hint in (Any, object) or type(None) in typing.get_args(hint)
     probe = ArgumentParser(exit_on_error=False)
     probe.add_argument("--value", type=hint)
     try:
         probe.parse_args([f"--value={value}"]) if isinstance(value, Flag) else probe.parse_object({"value": value})
     except (ArgumentError, TypeError, ValueError):
         return False
-    return True
+    return value is not None or hint in (Any, object) or type(None) in typing.get_args(hint)
 
 
 def _describe(hint: object) -> str:

@@ -43,6 +43,7 @@ SETTINGS = [
     row("a section with a typing error", ("trianer", {"max_steps": 1}), "trianer is not a setting", "run.yaml:", "mean trainer"),
     row("an empty section with a typing error", ("trianer", {}), "trianer is not a setting", "run.yaml:", "mean trainer"),
     row("an empty section of an unknown name in the model", ("model.init_args.samplng", {}), "samplng", "init_args.sampling"),
+    row("null for a number", ("model.init_args.lr", None), "model.init_args.lr must be a number, got null", "run.yaml:"),
     row("an unknown setting of the trainer", ("trainer.max_step", 3), "trainer.max_step ", "run.yaml:", "trainer.max_steps"),
     row("an unknown setting of the model", ("model.init_args.lrr", 3), "model.init_args.lrr", "run.yaml:", "init_args.lr"),
     row("an unknown setting of sampling", ("model.init_args.sampling", {"top_q": 1}), "sampling.top_q", "sampling.top_p"),
