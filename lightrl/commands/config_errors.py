@@ -68,13 +68,12 @@ def explain(error: ArgumentError, parser: ArgumentParser, user_settings: UserSet
 
 def check_empty_settings(user_settings: UserSettings, parser: ArgumentParser) -> None:
     """Raises UsageError for `trianer: {}` and `lr: null`; the parser checks no empty section's name, and no null."""
-    if not (empty := user_settings.unchecked()):
-        return
-    try:
-        _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
-    except UsageError as error:
-        if str(error).startswith(tuple(f"{path} {problem}" for path in empty for problem in ("is not a", "must be"))):
-            raise
+    if empty := user_settings.unchecked():
+        try:
+            _SettingCheck(user_settings).check_group(user_settings.settings, Keys.of_parser(parser), "", "lightrl")
+        except UsageError as error:
+            if str(error).startswith(tuple(f"{path} {text}" for path in empty for text in ("is not a", "must be"))):
+                raise
 
 
 @dataclasses.dataclass

@@ -122,7 +122,8 @@ class UserSettings:
 
     def unchecked(self) -> list[str]:
         """Returns the paths of null and `{}`, which the parser accepts for any setting, even with a wrong name."""
-        return [path for path, value in walk(self.settings) if path and (value == {} or (value is None and "init_args." in path))]
+        items = [(path, value) for path, value in walk(self.settings) if path]
+        return [path for path, value in items if value == {} or (value is None and "init_args." in path)]
 
     def place_of(self, error: BaseException) -> str:
         """Returns the setting that a constructor refused, such as `model.init_args.lr (run.yaml:7)`; "" if unknown.
