@@ -40,7 +40,7 @@ BOMB = chunk(b"zTXt", b"note\0\0" + zeros(2**30))
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
 
 IMAGES = [
-    row("image: a file that is not there", None, "Image 'a.png' cannot be read", "No such file", "path of an image"),
+    row("image: a file that is not there", None, "Image 'a.png' cannot be read", "No such file", "path to an image"),
     row("image: an empty file", b"", "Image 'a.png' cannot be read", "cannot identify"),
     row("image: cut short", png(64, 64, bytes(range(256)) * 17)[:-40], "Image 'a.png' cannot be read"),
     row("image: fewer pixels than its header says", png(64, 64, b"\0"), "Image 'a.png' cannot be read", "truncated"),

@@ -25,7 +25,7 @@ def help_of(capsys, *args: str) -> str:
         (["--model", "PPO", "--model.critic.help=Role"], "critic.lora", "adapters"),
         (["--model.help", "GRPO"], "model.clip_low", "the loss stops falling"),
         (["--trainer.engine.help=SGLangEngine"], "timeouts.request_s", "as lost"),
-        (["--launch.help"], "launch.ranks", "of the trainer"),
+        (["--launch.help"], "launch.ranks", "number of trainer ranks"),
     ],
 )
 def test_help_of_a_nested_setting_shows_its_settings(capsys, args, setting, text):

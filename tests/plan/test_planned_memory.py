@@ -100,6 +100,7 @@ def test_adapters_alone_have_gradients_and_moments(dtype: str) -> None:
 
 
 def test_a_base_in_4_bits_takes_what_the_real_one_does(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
     tiny_spec(config=LARGE_CONFIG).load_model().save_pretrained(tmp_path)
     spec = ModelSpec(str(tmp_path), tokenizer="lightrl.testing.char_tokenizer", quantization="nf4")
     planned, model = plan_of(GRPO(role := Role(spec, lora=LoRA(rank=2)), reward=len)), role.load_model()
@@ -256,7 +257,9 @@ def fsdp2_alone(run: PlannedRun) -> str | None:
 
 @pytest.mark.parametrize("ep", [2, 4])
 def test_the_advised_ep_is_enough_and_a_smaller_one_is_not(ep: int) -> None:
-    module = GRPO(moe_spec(max_position_embeddings=256), reward=len, group_size=8, microbatch_tokens=1)
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # which tp cannot divide
+    spec = moe_spec(max_position_embeddings=256, **heads)
+    module = GRPO(spec, reward=len, group_size=8, microbatch_tokens=1)
     settings = {"activation_checkpointing": True, "reduce_every_microbatch": True}
     planned = replace(plan_of(module, devices=4, strategy=FSDP2Strategy(**settings)), engine=None)
     planned = replace(planned, offloads=["optimizer", "activations"])  # everything that saves memory

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,6 @@ CASES: dict[str, Case] = {
     "a sharded checkpoint": Case("a checkpoint", SHARDED, is_extra=True),
     "LoRA on a sharded checkpoint": Case("LoRA on a checkpoint", SHARDED, is_extra=True),
     "sharded LoRA": Case("LoRA", lambda: SHARDED(activation_checkpointing=True)),
-    "sharded LoRA in 4 bits": Case("LoRA on a base in 4 bits", lambda: SHARDED(activation_checkpointing=True)),
     "LoRA on two tensor ranks": Case("LoRA on a split policy", lambda: SPLIT(tp=2), is_extra=True),
     "LoRA in two stages": Case("LoRA on a split policy", lambda: SPLIT(pp=2), is_extra=True),
     MIXED: Case(MIXED, lambda: SHARDED(activation_checkpointing=True)),
@@ -357,6 +357,9 @@ CASES: dict[str, Case] = {
     ),
     "all three": Case("a split policy", lambda: SPLIT(pp=2, tp=2), 8),
 }
+if find_spec("bitsandbytes") is not None:  # of the extra `qlora`
+    in_4_bits = Case("LoRA on a base in 4 bits", lambda: SHARDED(activation_checkpointing=True))
+    CASES["sharded LoRA in 4 bits"] = in_4_bits
 SIZES = {"grpo": (2, 1), "ppo": (2, 1), "more": (2, 4, 8, 1)}
 RESUMED, AT_ONCE = "resumed on other ranks", "calls wait for each other"
 

@@ -166,7 +166,7 @@ NAMES = {
     "a class of code from the hub": ({"model_class": "transformers_modules.a.b.Model"}, "the class transformers_modul"),
     "a tokenizer": ({"tokenizer": "of_a_stranger.make"}, "the tokenizer function of_a_stranger.make"),
     "remote code": ({"base": BASE}, "trust_remote_code"),
-    "options": ({"base": json.dumps({"path": "a/b", "options": {"weights_only": False}})}, "options of from_pretr"),
+    "options": ({"base": json.dumps({"path": "a/b", "options": {"weights_only": False}})}, "options for from_pretr"),
 }
 
 

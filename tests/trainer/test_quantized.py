@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from bitsandbytes.functional import get_4bit_type
 from safetensors.torch import load_file, save_file
 from tiny import random_experience, tiny_model
 from tiny_run import POLICY, Digits, TinyGRPO, make_trainer, train, weights
@@ -18,6 +17,8 @@ from lightrl.algorithms import ReferenceKL
 from lightrl.commands.export import export_checkpoint
 from lightrl.models.tuning import held_tensors, whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel, check_strategy
+
+get_4bit_type = pytest.importorskip("bitsandbytes.functional").get_4bit_type
 
 
 def quantized(folder: Path, **lora: Any) -> Role:
