@@ -72,7 +72,7 @@ class Tuning:
 
     def merge(self, model: torch.nn.Module, name: str, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the exported tensor of this name, merged from its sources, which are whole tensors."""
-        return plain_weight(model, name, tensors[0]) if tensors[0].dtype == torch.uint8 else tensors[0]
+        return plain_weight(model, name, tensors[0])
 
     def saved_name(self, name: str) -> str:
         """Returns an added parameter's name in exported folders and on servers."""
