@@ -53,6 +53,13 @@ def test_the_rewards_read_what_a_program_left(reward: Any, tmp_path: Path) -> No
     assert reward(left(tmp_path)) == 0
 
 
+def test_programs_know_the_context_limit_that_their_workflow_sets() -> None:
+    for name, setting in {"codex": "model_context_window=", "claude_code": 'CLAUDE_CODE_MAX_CONTEXT_TOKENS: "'}.items():
+        text = (ROOT / PROGRAMS / f"{name}.yaml").read_text()
+        limit = yaml.safe_load(text)["model"]["init_args"]["workflow"]["init_args"]["max_tokens"]
+        assert f"{setting}{limit}" in text
+
+
 @pytest.mark.extra
 def test_the_script_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -63,10 +63,13 @@ DEEP = "deep=$(printf 'd/%.0s' $(seq 150)); mkdir -p $deep; echo 42 >$deep/a; ln
 
 
 @pytest.mark.parametrize("runtime", ["docker", "podman"])
-def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime: str, state: Path, caplog: Any) -> None:
+def test_an_agent_and_its_tests_run_in_two_containers_that_are_removed(runtime, state, caplog, monkeypatch):
     task = task_in(state / "tasks" / "a", {"tests/test.sh": TEST}, TOML)
     task_in(state / "tasks" / "b", {"tests/test.sh": TEST}, TOML)
-    (row, _) = rows(folder=str(state / "tasks"), runtime=runtime)
+    monkeypatch.setitem(rows.__globals__, "_PROGRESS_S", -1.0)  # report each environment
+    with caplog.at_level("INFO", "lightrl"):
+        (row, _) = rows(folder=str(state / "tasks"), runtime=runtime)
+    assert "Prepared 1 of 1 task environments." in caplog.text
     assert caplog.text.count(f"Without root, {runtime} limits memory and processes only with cgroups v2 and") == 1
     (pull,) = calls(state, "pull")  # both tasks have the same environment
     assert str(task.image) in pull
