@@ -118,11 +118,15 @@ class AnswerCheck:
 
 def copies_nats(trajectories: Sequence[Trajectory]) -> float:
     """Returns the evidence (nats) for copies among completions; skips trajectories with several versions or rows."""
-    nats: dict[object, list[float]] = {}
+    by_tokens: dict[bytes, list[Trajectory]] = {}
     for item in trajectories:
-        if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
-            key = np.asarray(item.token_ids).tobytes(), item.newest_version
-            nats.setdefault(key, []).append(-float(np.asarray(item.behavior_logprobs).sum(dtype=float)))
+        by_tokens.setdefault(np.asarray(item.token_ids).tobytes(), []).append(item)
+    nats: dict[tuple[int, int], list[float]] = {}
+    for number, equal in enumerate(by_tokens.values()):
+        for item in equal if len(equal) > 1 else []:
+            if item.oldest_version == item.newest_version and item.first_branch == len(item.token_ids):
+                logprobs = np.asarray(item.behavior_logprobs)
+                nats.setdefault((number, item.newest_version), []).append(-float(logprobs.sum(dtype=float)))
     evidence = ((len(values) - 1) * min(values) for values in nats.values())  # (k - 1) L
     return max(evidence, default=0.0) - len(trajectories) * math.log(2)
 

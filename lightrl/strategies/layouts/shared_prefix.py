@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightrl.experience import Experience
-from lightrl.functional import on_host, rectangles, to_device
+from lightrl.functional import bins, on_host, rectangles, to_device
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -42,6 +43,9 @@ MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated, since 
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so this overestimates their masks' cost.
 _KEYS_OF_A_TOKEN = 768
 _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much time and memory as one more token
+
+
+Integers = NDArray[np.int64]
 
 
 class Segment(NamedTuple):
@@ -68,14 +72,29 @@ class PrefixTree(NamedTuple):
         """Whether each segment follows the one before it, so that a causal model needs no mask."""
         return all(segment.parent == index - 1 for index, segment in enumerate(self.segments))
 
-    def fill(self, flat_indices: Tensor, first: int = 0) -> None:
+    def tokens(self) -> tuple[Integers, Integers, Integers]:
+        """Returns each token's segment, row and position in this row, [num_tokens], in the order of the segments."""
+        rows, starts, ends, _ = np.array(self.segments).T
+        segments, positions = _concatenated(starts, ends)
+        return segments, rows[segments], positions
+
+    def fill(self, flat_indices: Integers, first: int = 0) -> None:
         """Sets, in `flat_indices` int64 [B, T], each position's index in the concatenated segments, plus `first`."""
-        firsts = np.cumsum([first, *(segment.end - segment.start for segment in self.segments)])
-        for row, index in self.last_segments.items():
-            while index >= 0:
-                _, start, end, parent = self.segments[index]
-                flat_indices[row, start:end] = torch.arange(end - start) + int(firsts[index])
-                index = parent
+        _, starts, ends, parents = np.array(self.segments).T
+        firsts = first + (ends - starts).cumsum() - ends  # the index of a segment's token minus its position
+        rows, segments = np.array([*self.last_segments.items()]).T
+        while len(rows):
+            owners, positions = _concatenated(starts[segments], ends[segments])
+            flat_indices[rows[owners], positions] = firsts[segments][owners] + positions
+            segments = parents[segments]
+            rows, segments = rows[segments >= 0], segments[segments >= 0]
+
+
+def _concatenated(starts: Integers, ends: Integers) -> tuple[Integers, Integers]:
+    """Concatenates the ranges from `starts` to `ends`; returns each number's range and the number."""
+    sizes = ends - starts
+    ranges = np.arange(len(sizes)).repeat(sizes)
+    return ranges, np.arange(len(ranges)) + (ends - sizes.cumsum())[ranges]
 
 
 class Prefixes(NamedTuple):
@@ -119,14 +138,28 @@ class Prefixes(NamedTuple):
         return cls(order, shared, [sizes[row] for row in order])
 
     def chunks(self, max_tokens: int) -> list[Prefixes]:
-        """Cuts `order` at rows that share nothing, and where trees would exceed `max_tokens`; a longer row is alone."""
-        starts, num_tokens = [0], 0
-        for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
-            num_tokens += end - shared
-            if index and (num_tokens > max_tokens or not shared):
-                starts.append(index)
-                num_tokens = end
-        return [self._part(*bounds) for bounds in pairwise([*starts, len(self.order)])]
+        """Divides the rows into trees of at most `max_tokens` tokens, or of one longer row.
+
+        Branches that begin at the same position are combined into as few trees as possible, each of which repeats the
+        tokens before them. A branch that is too large is divided in the same way.
+        """
+        parts: list[Prefixes] = []
+        rest = [self]
+        while rest:
+            order, starts, ends = rest.pop()
+            common = min(starts[1:], default=ends[0])  # with 0, the branches are trees of their own
+            starts = [common, *starts[1:]]
+            cuts = [*(index for index, start in enumerate(starts) if start == common), len(order)]
+            branches = [range(*bounds) for bounds in pairwise(cuts)]
+            sizes = [sum(ends[index] - starts[index] for index in branch) for branch in branches]
+            limit = max(0, max_tokens - common) if common else 0
+            for picked in bins(sizes, limit):
+                rows = [row for index in picked for row in branches[index]]
+                shared = [0, *(starts[row] for row in rows[1:])]
+                is_large = len(rows) > 1 and sum(sizes[index] for index in picked) > limit
+                part = Prefixes([order[row] for row in rows], shared, [ends[row] for row in rows])
+                (rest if is_large else parts).append(part)
+        return parts
 
     def packed_chunks(self, max_tokens: int) -> Iterator[Prefixes]:
         """Cuts the order into parts whose packed rows need at most the memory of `max_tokens`, or of one longer row."""
@@ -223,19 +256,16 @@ def packed(
 
     The ranks of `group` have parts of equal length, a multiple of `multiple`; the first token pads the last part.
     """
-    members, starts, ends, parents = torch.tensor(tree.segments).unbind(1)
-    sizes = ends - starts
-    segment_of_token = torch.arange(len(sizes)).repeat_interleave(sizes)
-    offset = torch.arange(len(segment_of_token)) - (sizes.cumsum(0) - sizes)[segment_of_token]
-    rows, columns = members[segment_of_token], starts[segment_of_token] + offset
+    _, rows, columns = map(torch.from_numpy, tree.tokens())
     flat_indices = torch.full(tuple(shape), -1)
-    tree.fill(flat_indices)
+    tree.fill(flat_indices.numpy())
     index, num = (0, 1) if group is None else (group.rank(), group.size())
     padding = -len(rows) % (multiple * num)
     rows, columns = torch.nn.functional.pad(torch.stack([rows, columns]), (0, padding)).chunk(num, 1)[index]
     flat_indices -= index * len(rows)
     flat_indices[(flat_indices < 0) | (flat_indices >= len(rows))] = -1
-    return PackedTokens(rows, columns, [*sizes.tolist(), padding], [*parents.tolist(), -1], flat_indices)
+    lengths = [*(segment.end - segment.start for segment in tree.segments), padding]
+    return PackedTokens(rows, columns, lengths, [*(segment.parent for segment in tree.segments), -1], flat_indices)
 
 
 def shared_hidden(
@@ -279,22 +309,20 @@ class _Tokens(NamedTuple):
     def of(cls, trees: Sequence[PrefixTree], token_ids: Tensor) -> _Tokens:
         """Lays out each tree's segments, then padding. A segment's subtree follows it without a gap."""
         width = max(tree.num_tokens for tree in trees)
-        ids, positions = torch.zeros(2, len(trees), width, dtype=torch.int64)
-        visible_until = torch.full((len(trees), width), width)  # padding sees padding
-        flat_indices = torch.full(token_ids.shape, -1)
+        ids, positions = np.zeros((2, len(trees), width), np.int64)
+        visible_until = np.full((len(trees), width), width)  # padding sees padding
+        flat_indices = np.full(token_ids.shape, -1)
         for number, tree in enumerate(trees):
-            sizes = [segment.end - segment.start for segment in tree.segments]
-            ends = np.cumsum(sizes).tolist()
-            subtree_ends = list(ends)
-            for index, (segment, size) in reversed([*enumerate(zip(tree.segments, sizes, strict=True))]):
-                columns = slice(ends[index] - size, ends[index])
-                ids[number, columns] = token_ids[segment.row, segment.start : segment.end]
-                positions[number, columns] = torch.arange(segment.start, segment.end)
-                visible_until[number, columns] = subtree_ends[index]
+            segments, rows, columns = tree.tokens()
+            ids[number, : len(rows)] = token_ids.numpy()[rows, columns]
+            positions[number, : len(rows)] = columns
+            subtree_ends = np.cumsum([segment.end - segment.start for segment in tree.segments])
+            for index, segment in reversed([*enumerate(tree.segments)]):
                 if segment.parent >= 0:
                     subtree_ends[segment.parent] = max(subtree_ends[segment.parent], subtree_ends[index])
+            visible_until[number, : len(rows)] = subtree_ends[segments]
             tree.fill(flat_indices, number * width)
-        return cls(ids, positions, visible_until, flat_indices)
+        return cls(*map(torch.from_numpy, (ids, positions, visible_until, flat_indices)))
 
 
 def mask_of(visible_until: Tensor, dtype: torch.dtype) -> Tensor:
