@@ -269,9 +269,9 @@ def attend(
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
         raise NotPackable(f"Packed rows support only causal attention, without {', '.join(extra) or 'dropout'}.")
     group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
-    device = query.device.type
-    dtype = _compute_dtype(device, value.dtype)
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    dtype = _compute_dtype(device := query.device.type, value.dtype)
+    accurate = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype  # and faster for short rows
+    query, key, value = query.to(accurate), key.to(accurate), value.to(accurate)
     if group is not None:
         query, key, value = exchange(query, group), exchange(key, group), exchange(value, group)
     if window is not None and window >= packed_rows.longest_keys:
@@ -281,7 +281,7 @@ def attend(
     sizes = query.shape[-1], value.shape[-1]
     kernel = packed_rows.kernels.get(dtype) or kernel_for(query.device, dtype, *sizes, keys is not None)
     with torch.autocast(device, enabled=False):
-        output = KERNELS[kernel](query, key, value, packed_rows, settings.get("scaling"), window)
+        output = KERNELS[kernel](query, key, value, packed_rows, settings.get("scaling"), window).to(dtype)
     return output if group is None else exchange(output, group), None
 
 
