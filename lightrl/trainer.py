@@ -97,8 +97,8 @@ INTENDED: tuple[tuple[str, type[Warning]], ...] = (
     (r".*isinstance\(treespec, LeafSpec\)", FutureWarning),
     # Each run, even a resumed one, saves its best checkpoints in a new folder.
     (r"The dirpath has changed from", UserWarning),
-    # Validation is optional for an RLModule.
-    (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),
+    (r"You defined a `validation_step` but have no `val_dataloader`", UserWarning),  # validation is optional
+    (r"Precision [\w-]+ is not supported by the model summary", UserWarning),  # lightrl logs the model's size
 )
 
 

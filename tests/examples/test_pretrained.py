@@ -1,6 +1,7 @@
 import hashlib
 import io
 import json
+import re
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,10 +12,11 @@ from test_every_example import fit
 from test_make_model import make_folder
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from examples.pretrained import calls, reviews
+from examples.pretrained import calculator, calls, reviews
 from examples.pretrained.download import download
 from examples.pretrained.tasks import last_number, one_question, questions, sums
 from lightrl.commands.main import main
+from lightrl.workflows.tools import calculator as compute
 
 RATINGS = "".join(f"{n}\t{2.5 if n % 3 else -1.0}\tMovie {n} is {'a joy' if n % 3 else 'dull'}.\r\n" for n in range(30))
 
@@ -52,6 +54,23 @@ def test_one_question_about_the_thing(completion, reward):
 def test_a_completion_that_was_cut_off_is_wrong(reward):
     assert reward(trajectory_that("Is it 23?", answer="23", finish_reason="length"))["reward"] == 0
     assert reward(trajectory_that("Is it 23?", answer="23"))["reward"] == 1
+
+
+@pytest.mark.parametrize("split", ["train", "test", "new_wordings"])
+def test_the_calculator_computes_each_answer(split):
+    for row in calculator.problems(split):
+        a, b = re.findall(r"\d+", row["question"][-1]["content"])
+        assert row["answer"] in {compute(f"{a} {sign} {b}") for sign in "+-*"} - {a, b}
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("2880", 1), ("2,880.", 1), ("calculator(240 * 12)", 0), ("2880 or 2881", 0), ("It is 2880", 0), ("", 0)],
+)
+def test_the_answer_of_a_word_problem_is_a_number_alone(completion, reward):
+    assert calculator.right_number(trajectory_that(completion, answer="2880"))["reward"] == reward
+    cut_off = trajectory_that(completion, answer="2880", finish_reason="length")
+    assert calculator.right_number(cut_off)["reward"] == 0
 
 
 @pytest.mark.parametrize("label", ["positive", "negative"])
@@ -207,7 +226,7 @@ def test_no_attack_on_the_reward_succeeds(name: str, tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.usefixtures("as_a_command")
-@pytest.mark.parametrize("name", ["sums", "question", "reviews", "calls_sft", "calls_grpo"])
+@pytest.mark.parametrize("name", ["sums", "question", "reviews", "calls_sft", "calls_grpo", "calculator"])
 def test_the_examples_start_on_a_model_of_the_family(name: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_folder(tmp_path))
     config = LlamaConfig(
