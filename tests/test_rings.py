@@ -15,7 +15,7 @@ from scripts import rings
 MAX_CORE_LINES = 34281
 MAX_CORE_AND_OPTION_LINES = 42047
 MAX_CORE_FILES_THAT_NAME = {"supports": 7, "routes": 8, "images": 10, "LoRA": 8}
-MAX_ENTERED = (5370, 753, 69)  # lines, functions and files of a warm iteration, of which some depend on threads
+MAX_ENTERED = (5500, 780, 75)  # lines, functions and files of a warm iteration on Python 3.11; some depend on threads
 
 # Leaves that meet: in a file that one writes and the other reads, or in a run to which each gives a part, such as
 # its algorithm, strategy or engine. The tests of the first import the second too.
