@@ -46,14 +46,16 @@ RECORDS = ROOT / "benchmarks" / "records"
 PAGES = ("README.md", "examples/README.md", "benchmarks/lag.md")
 # Runs of an example with further options, by the name of their records.
 STALE = "--model.decoupled true --trainer.callbacks+=StalenessControl --trainer.callbacks.max_staleness=2"
+LORA = "--model.policy '{model: runs/pretrained/smollm2, lora: {rank: 16, alpha: 32}}' --model.lr "
+SGLANG = "--config examples/quickstart/sglang_cpu.yaml"
 VARIANTS = {
     "quickstart/async": ("quickstart/grpo", STALE),
     "pretrained/sums_async": ("pretrained/sums", STALE),
-    "pretrained/sums_lora": (
-        "pretrained/sums",
-        "--model.policy '{model: runs/pretrained/smollm2, lora: {rank: 16, alpha: 32}}' --model.lr 1e-4",
-    ),
-    "pretrained/sums_sglang": ("pretrained/sums", "--config examples/quickstart/sglang_cpu.yaml"),
+    "pretrained/sums_lora": ("pretrained/sums", f"{LORA}1e-4"),
+    "pretrained/sums_sglang": ("pretrained/sums", SGLANG),
+    "pretrained/reviews_async": ("pretrained/reviews", STALE),
+    "pretrained/reviews_lora": ("pretrained/reviews", f"{LORA}2e-4"),
+    "pretrained/reviews_sglang": ("pretrained/reviews", SGLANG),
 }
 CODE = ("lightrl", ":(glob)examples/**/*.py")  # what a run's commit is about
 # What a record keeps, and how it is told; the first that a run logs is its result.
