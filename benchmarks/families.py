@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import lightrl
 from benchmarks.trajectories import make_experience
-from lightrl import GRPO, LocalEngine, ModelSpec, Prompt, PromptDataModule, RLCallback, Sampling
+from lightrl import GRPO, LocalEngine, LoRA, ModelSpec, Prompt, PromptDataModule, RLCallback, Sampling
 from lightrl.columns import NATIVE
 from lightrl.errors import LightRLError
 from lightrl.experience import Experience
@@ -454,22 +454,23 @@ def _loss(experience: Experience, outputs: Outputs) -> Tensor:
     return -(outputs.logprobs * experience.loss_mask * experience.rewards[:, None]).sum()
 
 
-def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False, **settings: Any) -> float:
+def measure_ranks(
+    folder: str, num_ranks: int = 2, *, is_mixed: bool = False, lora: LoRA | None = None, **settings: Any
+) -> float:
     """Compares ranks of FSDP2Strategy with one process; returns the relative error of the gradients.
 
     Args:
         folder: the model's folder, which the ranks read.
         is_mixed: whether to use `bf16-mixed` precision.
+        lora: the adapters to train instead of the model's weights.
         settings: arguments of FSDP2Strategy.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.families"])
     here, there = context.Pipe()
+    run = (num_ranks, folder, is_mixed, lora, settings)
     ranks = [
-        context.Process(
-            target=_run_rank, args=(rank, num_ranks, folder, is_mixed, settings, there if rank == 0 else None)
-        )
-        for rank in range(num_ranks)
+        context.Process(target=_run_rank, args=(there if rank == 0 else None, rank, *run)) for rank in range(num_ranks)
     ]
     for rank in ranks:
         rank.start()
@@ -486,12 +487,10 @@ def measure_ranks(folder: str, num_ranks: int = 2, *, is_mixed: bool = False, **
     return result
 
 
-def _run_rank(
-    rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any], results: Connection | None
-) -> None:
+def _run_rank(results: Connection | None, *run: Any) -> None:
     quiet()
     try:
-        result: float | Exception = _compare_ranks(rank, num_ranks, folder, is_mixed, settings)
+        result: float | Exception = _compare_ranks(*run)
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         result = error
@@ -501,9 +500,11 @@ def _run_rank(
     os._exit(0)  # skips the shutdown of gloo's threads
 
 
-def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, settings: dict[str, Any]) -> float:
+def _compare_ranks(
+    rank: int, num_ranks: int, folder: str, is_mixed: bool, lora: LoRA | None, settings: dict[str, Any]
+) -> float:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    spec = ModelSpec(path=folder, tokenizer=TOKENIZER)
+    role = Role(ModelSpec(path=folder, tokenizer=TOKENIZER), lora=lora)
     strategy = FSDP2Strategy(**settings)
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
     axes = init_device_mesh("cpu", (num_ranks // strategy.cp, strategy.cp), mesh_dim_names=("dp", "cp"))
@@ -518,7 +519,7 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     if is_mixed:
         strategy.precision_plugin = MixedPrecision("bf16-mixed", "cpu")
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_mixed)
-    model = empty_model(Role(spec))
+    model = empty_model(role)
     strategy.shard(model)
     context_group = axes["cp"].get_group() if strategy.cp > 1 else None
     sharded = FSDP2Model(model, LogprobSettings(), ranks=ranks, context_group=context_group)
@@ -526,7 +527,7 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     mine = [experience.select(range(ranks.dp_rank, len(experience), ranks.dp_size))]
     with autocast:
         sharded.forward_backward(mine, _loss, Tensor.backward)
-    one = spec.load_model()
+    one = role.load_model()
     with autocast:
         SingleModel(one, LogprobSettings(), form="rectangles").forward_backward([experience], _loss, Tensor.backward)
     pairs = list(_gradients(model, one, ranks.dp_size))
@@ -535,7 +536,7 @@ def _compare_ranks(rank: int, num_ranks: int, folder: str, is_mixed: bool, setti
     sent: dict[str, Tensor] = {}
     for bucket in sharded.full_parameters(2**14, names="checkpoint"):
         sent |= {name: tensor.clone() for name, tensor in bucket.tensors.items()}
-    if rank == 0:
+    if rank == 0 and lora is None:
         _compare_names(sent, folder)
     return float((error / size) ** 0.5)
 

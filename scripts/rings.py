@@ -48,7 +48,7 @@ LEAVES = {
         "trainer/test_recorded.py", "algorithms.md#without-rollouts"),
     "distillation": Leaf("algorithms/distillation.py", 286, "lightrl.Distillation",
         "algorithms/test_distillation.py trainer/test_teachers.py", "algorithms.md#from-a-teacher"),
-    "3D": Leaf("strategies/parallel_3d", 1763, "lightrl.Parallel3DStrategy",
+    "3D": Leaf("strategies/parallel_3d", 1762, "lightrl.Parallel3DStrategy",
         "strategies/test_parallel_3d.py strategies/test_pipeline.py strategies/test_stages.py "
         "strategies/test_tensor_plans.py strategies/world_3d.py", "models.md#split-over-tp-and-pp"),
     "fast decoder": Leaf("engines/local/fast", 771, "fast decoder",

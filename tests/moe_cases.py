@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.families import FAMILIES, family_spec
-from lightrl import LocalEngine, ModelSpec, Prompt, RolloutEngine, Sampling
+from lightrl import LocalEngine, LoRA, ModelSpec, Prompt, RolloutEngine, Sampling
 from lightrl.columns import extended
+from lightrl.models.tuning import tuning_of
 from lightrl.trajectory import Trajectory
 from lightrl.weights import Bucket
 
@@ -41,6 +43,18 @@ def moe_spec(family: str = "qwen3_moe", **changes: Any) -> ModelSpec:
 def moe_model(family: str = "qwen3_moe", **changes: Any) -> PreTrainedModel:
     model: PreTrainedModel = moe_spec(family, **changes).load_model()
     return model.eval()
+
+
+def adapters_of_experts(model: PreTrainedModel, folder: Path) -> LoRA:
+    """Saves adapters of all linear layers and experts, none of them zero, and changes the model."""
+    LoRA(rank=2, alpha=4, target_parameters=("experts.gate_up_proj", "experts.down_proj")).add_to(model)
+    generator = torch.Generator().manual_seed(0)
+    added = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    for value in added.values():
+        torch.nn.init.normal_(value, std=0.2, generator=generator)
+    folder.mkdir()
+    tuning_of(model).save(added, str(tuning_of(model).saved_config(model, None)), folder)
+    return LoRA(adapter=str(folder))
 
 
 def some_tokens(*shape: int) -> torch.Tensor:

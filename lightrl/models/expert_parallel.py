@@ -22,6 +22,7 @@ from lightrl.models.conversion import semi_private
 from lightrl.models.images import new_model
 from lightrl.models.moe import moe_blocks, num_experts
 from lightrl.models.trials import once_per_config
+from lightrl.models.tuning import tuning_of, unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -55,7 +56,11 @@ def split_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     Raises ValueError if transformers cannot divide the experts of this family.
     """
-    semi_private("apply_expert_parallelism")(model, mesh["ep"], mesh["batch"], _plan(model), "all_to_all")
+    tuning = tuning_of(model)
+    for name in moe_blocks(model):
+        tuning.split_experts(model.get_submodule(f"{name}.experts" if name else "experts"), mesh["ep"].get_local_rank())
+    with tuning.base_modules(model):
+        semi_private("apply_expert_parallelism")(model, mesh["ep"], mesh["batch"], _plan(model), "all_to_all")
 
 
 def shard_experts(block: Any, mesh: DeviceMesh, *, num_ranks: int, **options: Any) -> None:
@@ -64,7 +69,7 @@ def shard_experts(block: Any, mesh: DeviceMesh, *, num_ranks: int, **options: An
     `num_ranks` is the number of ranks over which the model's other gradients are averaged; `options` are FSDP2's.
     """
     axes = ("replica", "shard") if mesh["replica"].size() > 1 else "shard"
-    module: Any = fully_shard(block.experts, mesh=mesh[axes], **options)
+    module: Any = fully_shard(unwrapped(block.experts), mesh=mesh[axes], **options)
     # The backward already sums over the ep axis, so divide by all ranks. gloo cannot scale in a sum.
     module.set_gradient_divide_factor(num_ranks)
     module.set_force_sum_reduction_for_comms(mesh["shard"].size() > 1)

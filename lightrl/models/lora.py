@@ -29,7 +29,7 @@ from lightrl.models.images import vision_kind
 from lightrl.models.model_spec import check_files
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.models.precision import keep_float32
-from lightrl.models.tuning import ATTRIBUTE, Part, ServedForm, Tuning, held_tensors, plain_weight
+from lightrl.models.tuning import ATTRIBUTE, Part, ServedForm, Tuning, held_tensors, plain_weight, unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,8 @@ class LoRA(Tuning):
             and experts of MoE blocks, layers whose weights Mamba's kernels read directly, and the image tower of models
             other than Llava.
         target_parameters: names of other parameters that get adapters, for example the fused experts
-            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, which get a pair A, B for each expert.
+            `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, which get a pair A, B for each expert. The backward
+            keeps a layer's experts with their adapters merged, so set the strategy's activation_checkpointing.
         adapter: a folder in peft's format with adapters to start from; its rank, alpha and layers replace the settings
             here. None makes new adapters, which leave the model unchanged until they are trained.
     """
@@ -101,8 +102,6 @@ class LoRA(Tuning):
             from peft import LoraConfig
         except ImportError as error:
             raise ImportError("lora needs peft: pip install peft.") from error
-        if any(parameter.is_meta for parameter in model.parameters()):
-            self.check_sharded()
         model.requires_grad_(False)
         if self.adapter is not None:
             saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
@@ -207,20 +206,38 @@ class LoRA(Tuning):
             name_in_layer = name.partition(".layers.")[2].partition(".")[2]
             if not name_in_layer or (modules is not None and name_in_layer not in modules):
                 raise ValueError(
-                    f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split. Remove it "
-                    "from lora.target_modules, or use FSDP2Strategy."
+                    f"The {role} has a LoRA adapter on {name!r}, which Parallel3DStrategy does not split"
+                    f"{' with tp' if name_in_layer else ''}. Remove it from lora.target_modules or "
+                    "lora.target_parameters, or use FSDP2Strategy."
                 )
 
-    def check_sharded(self) -> None:
-        names: Sequence[str] = self.target_parameters
-        if self.adapter is not None:
-            saved = json.loads((Path(self.adapter) / self.config_file).read_text(encoding="utf-8"))
-            names = saved.get("target_parameters") or ()
-        if any(not name.endswith(".weight") for name in names):  # linear layers are `.weight`, see `_name_for_peft`
-            raise ValueError(
-                f"lora.target_parameters={list(names)} can only be trained in one process so far. Set trainer.strategy "
-                "to auto and trainer.devices to 1, or remove them."
-            )
+    def split_experts(self, experts: torch.nn.Module, part: int) -> None:
+        """Replaces what peft's wrappers do, which need all experts; ranks still hold the adapters of all experts.
+
+        Each rank computes the gradients of its experts' adapters for the tokens of all ranks, so a sum over ranks, like
+        that of any other adapter, adds each token once.
+        """
+        wrappers: list[Any] = [module for module in experts.modules() if hasattr(module, "parameter_name")]
+        base = unwrapped(experts)
+        forward = base.forward
+
+        def forward_adapted(*args: Any, **kwargs: Any) -> Any:
+            held = dict(base._parameters)
+            for wrapper in wrappers:
+                weight: Any = held[wrapper.parameter_name]
+                here = slice(part * len(weight), (part + 1) * len(weight))
+                pair = wrapper.lora_A[_ADAPTER].weight, wrapper.lora_B[_ADAPTER].weight
+                if not wrapper.disable_adapters:
+                    change = _change_of_experts(wrapper, *pair, here)
+                    base._parameters[wrapper.parameter_name] = weight + change.to(weight.dtype)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                base._parameters.update(held)
+
+        base.forward = forward_adapted
+        for wrapper in wrappers:
+            wrapper.forward = wrapper.base_layer.__call__
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         if not hasattr(module, "base_layer"):
@@ -258,10 +275,7 @@ class LoRA(Tuning):
             if name != "base_layer" and hasattr(child, "base_layer")
         ]
         for parent, name, child in wrapped:
-            bare = child.base_layer
-            while hasattr(bare, "base_layer"):  # each adapted parameter of a module has a wrapper
-                bare = bare.base_layer
-            setattr(parent, name, bare)
+            setattr(parent, name, unwrapped(child))
         try:
             yield
         finally:
@@ -304,14 +318,10 @@ class LoRA(Tuning):
         layer: Any = model.get_submodule(module_name)
         while getattr(layer, "parameter_name", parameter) != parameter:  # each adapted parameter has a wrapper
             layer = layer.base_layer
-        scaling = layer.scaling[_ADAPTER]
         if weight.dim() == 2:
-            change = up @ down * scaling
-        else:  # A [E r, in], B [out, r E]; the weight is [E, out, in], or [E, in, out] if its module is transposed
-            num_experts = weight.shape[0]
-            pairs = up.reshape(up.shape[0], -1, num_experts), down.reshape(num_experts, -1, down.shape[1])
-            is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
-            change = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", *pairs) * scaling
+            change = up @ down * layer.scaling[_ADAPTER]
+        else:
+            change = _change_of_experts(layer, down, up, slice(None))
         merged: Tensor = weight + change.to(weight.dtype)
         return merged
 
@@ -391,6 +401,15 @@ class LoRA(Tuning):
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             self.save(tensors, config, Path(folder))
             LoRA(adapter=folder).add_to(model)
+
+
+def _change_of_experts(layer: Any, down: Tensor, up: Tensor, part: slice) -> Tensor:
+    """Returns what A [E r, in] and B [out, r E] add to some experts of [E, out, in], or [E, in, out] if transposed."""
+    downs = down.reshape(layer.num_experts, -1, down.shape[1])[part]
+    ups = up.reshape(len(up), -1, layer.num_experts)[..., part]
+    is_transposed = getattr(layer.get_base_layer(), "is_transposed", False)
+    change = torch.einsum("ore,eri->eio" if is_transposed else "ore,eri->eoi", ups, downs)
+    return change * float(layer.scaling[_ADAPTER])
 
 
 def _adapt_layers_as_linear(config: Any, model: PreTrainedModel) -> None:

@@ -39,8 +39,8 @@ class Tuning:
     def check_split(self, role: str, model: PreTrainedModel, modules: Collection[str] | None) -> None:
         """Raises ValueError if weights are added outside the layers, or to modules of a layer that `modules` omits."""
 
-    def check_sharded(self) -> None:
-        """Raises ValueError if ranks cannot hold the added weights in shards."""
+    def split_experts(self, experts: torch.nn.Module, part: int) -> None:
+        """Makes a MoE block's experts compute on a rank that holds only the `part`-th share of them."""
 
     def split_styles(self, name: str, module: torch.nn.Module, style: str) -> dict[str, str]:
         """Maps a linear layer's modules to their tensor-parallel style: `colwise`, `rowwise` or `replicate`."""
@@ -117,11 +117,16 @@ def tuning_of(model: torch.nn.Module) -> Tuning:
     return tuning
 
 
-def plain_weight(model: torch.nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Returns a base tensor as the model computes with it: dequantized if its layer holds it in fewer bits."""
-    layer: Any = model.get_submodule(name.rpartition(".")[0]) if tensor.dtype == torch.uint8 else None
+def unwrapped(layer: Any) -> Any:
+    """Returns the base's layer; adapters wrap it, once for each adapted parameter."""
     while hasattr(layer, "base_layer"):
         layer = layer.base_layer
+    return layer
+
+
+def plain_weight(model: torch.nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Returns a base tensor as the model computes with it: dequantized if its layer holds it in fewer bits."""
+    layer: Any = unwrapped(model.get_submodule(name.rpartition(".")[0])) if tensor.dtype == torch.uint8 else None
     plain: Tensor = layer.dequantized(tensor.detach()) if hasattr(layer, "dequantized") else tensor
     return plain
 

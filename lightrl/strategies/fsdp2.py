@@ -154,7 +154,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         module = self.lightning_module if module is None else module
         check_meshes(module, world)
         for planned in planned_roles(module).values():
-            planned.tuning.check_sharded()
             if planned.spec.quantization is not None and (self.ep > 1 or "parameters" in self.offload_to_cpu):
                 raise ValueError(
                     "FSDP2Strategy does not support ep or parameters in offload_to_cpu with a model with "

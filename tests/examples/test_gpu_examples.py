@@ -48,9 +48,11 @@ def configs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     """The example with its model's sizes in place of the hub's name, on a machine that seems to have eight GPUs."""
     path = ROOT / "examples" / "gpu" / request.param
     settings = yaml.safe_load(path.read_text())
-    sizes = SIZES[settings["model"]["init_args"]["policy"]]
-    policy = {"path": None, "config": {**OF_ALL, **sizes}, "tokenizer": "examples.quickstart.task.tokenizer"}
-    (tmp_path / "sizes.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"policy": policy}}}))
+    policy = settings["model"]["init_args"]["policy"]
+    role = policy if isinstance(policy, dict) else {"model": {"path": policy}}
+    config = {**OF_ALL, **SIZES[role["model"]["path"]]}
+    role["model"] |= {"path": None, "config": config, "tokenizer": "examples.quickstart.task.tokenizer"}
+    (tmp_path / "sizes.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"policy": role}}}))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.chdir(ROOT)
     return ["--config", str(path), "--config", str(tmp_path / "sizes.yaml")]

@@ -193,10 +193,12 @@ def export(model, spec, folder):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks for it
 @pytest.mark.parametrize("parameters", [(), EXPERTS], ids=["all-linear", "experts too"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe", "mixtral"])
-def test_peft_and_lightrl_read_exported_adapters_as_the_model_that_was_trained(family, parameters, tmp_path):
+def test_exported_adapters_are_the_trained_model_to_peft_and_lightrl_with_the_same_gradients(
+    family, parameters, tmp_path
+):
     spec = family_spec(family)
     spec = replace(spec, config={**spec.config, **DENSE_FIRST.get(family, {})})
-    model = adapted(spec.load_model(), target_parameters=parameters)
+    model = adapted(spec.load_model(), alpha=4, target_parameters=parameters)
     export(model, spec, tmp_path / "model")
     base = spec.load_model()
     LoRA(adapter=str(tmp_path / "model")).add_to(base)
@@ -204,8 +206,16 @@ def test_peft_and_lightrl_read_exported_adapters_as_the_model_that_was_trained(f
     for folder in (tmp_path / "model", tmp_path / "again"):
         plain = spec.load_model().double()
         plain.set_experts_implementation("eager")  # other implementations do not support float64
-        read = peft.PeftModel.from_pretrained(plain, folder)
+        read = peft.PeftModel.from_pretrained(plain, folder, is_trainable=True).double()
         torch.testing.assert_close(logits(read).float(), logits(model), rtol=1e-5, atol=1e-5)
+        model.zero_grad()
+        for each in (model, read):
+            each(TOKEN_IDS).logits.log_softmax(-1)[..., 5].sum().backward()
+        for name in (name for name, value in model.named_parameters() if value.requires_grad):
+            found, exact = (
+                each.get_parameter(key).grad for each, key in ((model, name), (read, f"base_model.model.{name}"))
+            )
+            assert (found - exact).norm() <= 1e-5 * exact.norm(), name
     torch.testing.assert_close(logits(base), logits(model))
 
 

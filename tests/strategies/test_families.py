@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from moe_cases import adapters_of_experts
 
 from benchmarks import families
 from benchmarks.families import FAMILIES, TOLERANCE
@@ -60,6 +61,15 @@ def check(row):
 def test_gradients_of_ranks_equal_those_of_one_process(family, num_ranks, settings, bound, tmp_path):
     families.make_folder(family, str(tmp_path))
     assert families.measure_ranks(str(tmp_path), num_ranks, **settings) <= bound
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
+def test_adapters_of_experts_get_the_gradients_of_one_process(family, ep, tmp_path):
+    spec = families.make_folder(family, str(tmp_path))
+    lora = adapters_of_experts(spec.load_model(), tmp_path / "adapter")
+    assert families.measure_ranks(str(tmp_path), 4, lora=lora, ep=ep) <= TOLERANCE
 
 
 @pytest.mark.extra

@@ -154,10 +154,15 @@ def module_of(policy: ModelSpec | Role = QWEN3, **others: Role) -> Any:
         ),
         (
             module_of(Role(QWEN3, lora=LoRA(target_modules=("q_proj", "lm_head")))), 2, {},
-            r"The policy has a LoRA adapter on 'lm_head'.*Remove it from lora\.target_modules, or use FSDP2Strategy",
+            r"The policy has a LoRA adapter on 'lm_head'.*Remove it from lora\.target_modules or .* use FSDP2Strategy",
+        ),
+        (
+            module_of(Role(moe_spec(), lora=LoRA(target_parameters=("experts.down_proj",)))), 4, {"tp": 2},
+            r"adapter on 'model\.layers\.0\.mlp\.experts', which Parallel3DStrategy does not split with tp",
         ),
     ],
-    ids=["world", "cp", "dense", "heads", "ranks", "experts", "MLA", "sinks", "mesh", "unknown family", "LoRA of head"],
+    ids=["world", "cp", "dense", "heads", "ranks", "experts", "MLA", "sinks", "mesh", "unknown family", "LoRA of head",
+        "LoRA of experts"],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_the_world_or_a_model_are_refused(
     module: Any, num_ranks: int, sizes: dict[str, int], message: str

@@ -1,9 +1,10 @@
 """Script of test_divided_experts.py: a mixture's experts in one process, and divided over four ranks.
 
-    python tests/trainer/divided_experts_run.py FOLDER short|long
+    python tests/trainer/divided_experts_run.py FOLDER short|long|two
 
-`FOLDER/model` is what all runs start from; if `FOLDER/sliced` exists, tensor ranks split it too. Each run leaves its
-model in `FOLDER/<run>` and, on rank 0, the metrics of its updates in `FOLDER/<run>.updates`.
+All runs start from `FOLDER/model`, and from `FOLDER/adapter` if it exists; if `FOLDER/sliced` exists, tensor ranks
+split the model too. Each run leaves its model in `FOLDER/<run>` and, on rank 0, the metrics of its updates in
+`FOLDER/<run>.updates`. With `two`, two ranks train, and divide experts after a resume.
 """
 
 import sys
@@ -18,7 +19,7 @@ from replay_run import OtherRoutes
 from several_ranks_run import Recorded
 from tiny_run import Digits, make_trainer
 
-from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, ModelSpec, Parallel3DStrategy, WeightSync
+from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, LoRA, ModelSpec, Parallel3DStrategy, Role, WeightSync
 
 # One of eight trajectories is lost, so one of four ranks has none in a minibatch.
 SETTINGS: dict[str, Any] = {"num_minibatches": 2, "microbatch_tokens": 20, "decoupled": True, "loses_some": True}
@@ -37,7 +38,8 @@ def train(
 ) -> None:
     """Trains two iterations of two updates, and saves after the first."""
     torch.set_num_threads(1)
-    policy = ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer")
+    lora = LoRA(adapter=str(folder / "adapter")) if (folder / "adapter").exists() else None
+    policy = Role(ModelSpec(path=str(folder / "model"), tokenizer="tiny_run.tokenizer"), lora=lora)
     module = Recorded(policy=policy, **SETTINGS, **(optimizer or ADAM))
     callbacks: list[Any] = [HuggingFaceExport(str(folder / name))]
     callbacks += [WeightSync(verify=False)] if isinstance(engine, OtherRoutes) else []  # its routes were not used
@@ -75,6 +77,10 @@ def on_rank(folder: Path, is_short: bool, size: int) -> None:
             train(folder, "one, native", engine=native)
             train(folder, "one, replayed", engine=replayed)
         return
+    if size == 2:
+        train(folder, "two", **ranks(2, 1))
+        train(folder, "two, then divided", ckpt_path=folder / "two saved" / "step=1.ckpt", **ranks(2, 2))
+        return
     train(folder, "four", **ranks(4, 2))
     train(folder, "untrained", optimizer={"lr": 0.0}, **ranks(4, 2))
     train(folder, "stages", **split(pp=2, ep=2))
@@ -107,4 +113,5 @@ def on_rank(folder: Path, is_short: bool, size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(fork_runs([1, 4], partial(on_rank, Path(sys.argv[1]), sys.argv[2] == "short")))
+    sizes = [1, 2 if sys.argv[2] == "two" else 4]
+    sys.exit(fork_runs(sizes, partial(on_rank, Path(sys.argv[1]), sys.argv[2] != "long")))

@@ -56,6 +56,7 @@ REWARD_MODEL = replace(UNTIED, head="scalar", seed=5)
 TEACHER = replace(TIED, seed=7, config={**LAYERS_AND_HEADS, "vocab_size": 12, "initializer_range": 0.4})
 # More experts than the tokens of a minibatch are routed to, and shares of unequal size on four ranks.
 MIXTURE = replace(moe_spec(vocab_size=8, num_experts=30), tokenizer="tiny_run.tokenizer", seed=3)
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 SEVERAL = {"num_minibatches": 2, "microbatch_tokens": 20}
 MIXED = "bf16-mixed"
 
@@ -196,6 +197,9 @@ MODULES: dict[str, Callable[[dict[str, RoleMesh], Path], Any]] = {
     MIXED: grpo(**SEVERAL),
     "a mixture": grpo(policy=MIXTURE, reference=ReferenceKL(0.1, replace(MIXTURE, seed=4)), **SEVERAL),
     "LoRA on a mixture": grpo(policy=Role(MIXTURE, lora=LoRA(rank=2)), **SEVERAL),
+    "LoRA on experts": grpo(
+        policy=Role(MIXTURE, lora=LoRA(rank=2, target_parameters=EXPERTS)), reference=ReferenceKL(0.1), **SEVERAL
+    ),
     "distillation": distillation,
     "PPO": ppo(
         num_minibatches=2, update_epochs=2, value_normalization="running",
@@ -289,7 +293,8 @@ CASES: dict[str, Case] = {
     "PPO with a shared critic on divided experts": Case(
         "PPO on the body of a mixture", lambda: SHARDED(ep=2), is_extra=True
     ),
-    "LoRA on divided experts": Case("LoRA on a mixture", lambda: SHARDED(ep=2), is_extra=True),
+    "LoRA on sharded experts": Case("LoRA on experts", lambda: SHARDED(activation_checkpointing=True)),
+    "LoRA on divided experts": Case("LoRA on experts", lambda: SHARDED(ep=2)),
     "experts on two tensor ranks": Case("a mixture", lambda: SPLIT(tp=2, ep=2, activation_checkpointing=True)),
     "a mixture in two stages": Case("a mixture", lambda: SPLIT(pp=2), is_extra=True),
     "a mixture on two tensor ranks": Case("LoRA on a mixture", lambda: SPLIT(tp=2), is_extra=True),

@@ -9,10 +9,11 @@ import pytest
 import torch
 from divided_experts_run import CLIP, train
 from lightning.pytorch.plugins.precision import MixedPrecision
-from moe_cases import moe_spec
+from moe_cases import adapters_of_experts, moe_spec
 from rank_scripts import ROUNDING, run
 from safetensors.torch import load_file
 from tiny_run import POLICY, TinyGRPO
+from transformers import AutoModelForCausalLM
 
 from lightrl import SFT, FSDP2Strategy, ModelSpec, Role, RoleMesh
 from lightrl.commands.export import export_checkpoint
@@ -20,6 +21,7 @@ from lightrl.strategies import check_strategy
 
 SCRIPT = Path(__file__).with_name("divided_experts_run.py")
 FAMILIES = ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss"]
+ADAPTED = ["qwen3_moe, adapters", "gpt_oss, adapters"]  # of linear layers and of experts
 SLICED = ["qwen3_moe", "mixtral", "glm4_moe"]  # with transformers' plan for tensor parallelism
 Folders = Callable[[str], Path]
 
@@ -31,7 +33,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     @cache
     def started(family: str) -> Path:
         folder = tmp_path_factory.mktemp(family)
-        moe_spec(family, vocab_size=9).load_model().save_pretrained(folder / "model")
+        save(family.removesuffix(", adapters"), folder, has_adapters=family in ADAPTED)
         if family in SLICED:
             (folder / "sliced").touch()
         run(SCRIPT, folder, "long" if family == FAMILIES[0] else "short")
@@ -40,13 +42,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return started
 
 
+def save(family: str, folder: Path, *, has_adapters: bool) -> None:
+    model = moe_spec(family, vocab_size=9).load_model()
+    model.save_pretrained(folder / "model")
+    if has_adapters:
+        adapters_of_experts(model, folder / "adapter")
+
+
 def assert_same(found: Path, expected: Path) -> None:
     """Updates and exported models are equal but for rounding; a resumed run has the last updates alone."""
     updates, references = (torch.load(f"{path}.updates") for path in (found, expected))
     assert references[0]["grad_norm"] > CLIP
     for update, reference in zip(updates, references[-len(updates) :], strict=True):
         assert update == pytest.approx(reference, rel=ROUNDING, abs=ROUNDING)
-    tensors, others = (load_file(path / "model.safetensors") for path in (found, expected))
+    tensors, others = (load_file(next(path.glob("*.safetensors"))) for path in (found, expected))
     assert tensors.keys() == others.keys()
     for name, value in others.items():
         assert (tensors[name] - value).abs().max() <= ROUNDING * value.abs().max(), name
@@ -54,7 +63,11 @@ def assert_same(found: Path, expected: Path) -> None:
 
 each_layout = pytest.mark.parametrize(
     ("family", "layout"),
-    [(family, layout) for family in FAMILIES for layout in ("four", "stages", *["slices"] * (family in SLICED))],
+    [
+        (family, layout)
+        for family in FAMILIES + ADAPTED
+        for layout in ("four", "stages", *["slices"] * (family in SLICED))
+    ],
 )
 
 
@@ -71,8 +84,29 @@ def test_a_model_that_ranks_read_and_do_not_change_is_exported_bit_for_bit(
     family: str, layout: str, folders: Folders
 ) -> None:
     untrained = "untrained" if layout == "four" else f"untrained {layout}"
-    exported, model = (folders(family) / name / "model.safetensors" for name in (untrained, "model"))
-    assert exported.read_bytes() == model.read_bytes()
+    model = "adapter" if family in ADAPTED else "model"
+    exported, read = (next((folders(family) / name).glob("*.safetensors")) for name in (untrained, model))
+    assert exported.read_bytes() == read.read_bytes()
+
+
+def test_adapters_of_experts_are_trained_resumed_and_read_by_peft_as_in_one_process(tmp_path: Path) -> None:
+    save("qwen3_moe", tmp_path, has_adapters=True)
+    run(SCRIPT, tmp_path, "two")
+    assert_same(tmp_path / "two", tmp_path / "one")
+    assert_same(tmp_path / "two, then divided", tmp_path / "one")
+    saved, merged = tmp_path / "two saved" / "step=2.ckpt", tmp_path / "merged"
+    export_checkpoint(saved, merged, tokenizer=POLICY.tokenizer, merged=True)
+    base, adapted, whole = (logits(tmp_path / name) for name in ("model", "two", "merged"))
+    assert (adapted - base).abs().max() > 0.1
+    torch.testing.assert_close(whole, adapted, rtol=1e-5, atol=1e-5)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of transformers' model, or of peft's if the folder has adapters, in float64."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.set_experts_implementation("eager")  # other implementations do not support float64
+    found: torch.Tensor = model(torch.tensor([[3, 4, 5, 6]])).logits.detach()
+    return found
 
 
 @pytest.mark.extra

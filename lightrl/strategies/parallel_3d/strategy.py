@@ -133,7 +133,6 @@ class Parallel3DStrategy(FSDP2Strategy):
             )
         check_meshes(module, world)
         for planned in planned_roles(module).values():
-            planned.tuning.check_sharded()
             if planned.spec.quantization is not None:
                 raise ValueError(
                     f"Parallel3DStrategy cannot split a model with quantization={planned.spec.quantization!r}. Use "
