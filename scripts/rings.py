@@ -36,6 +36,8 @@ LEAVES = {
         "algorithms/test_turns.py", "algorithms.md#credit-for-each-turn"),
     "Muon": Leaf("models/muon.py", 119, "Muon",
         "models/test_muon.py models/muon_run.py", "algorithms.md#muon"),
+    "bfloat16 moments": Leaf("models/bf16_adamw.py", 117, "lightrl.models.bf16_adamw.BF16AdamW",
+        "trainer/test_bf16_adamw.py", "algorithms.md#moments-in-bfloat16"),
     "quantization": Leaf("models/quantized.py", 150, "quantization",
         "trainer/test_quantized.py", "adapters-and-checkpoints.md#a-base-in-4-bits"),
     "PPO": Leaf("algorithms/ppo.py", 300, "lightrl.PPO",
