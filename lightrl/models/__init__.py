@@ -11,7 +11,7 @@ Reading order:
     images.py         images in prompts, and the models that read them
     hybrids.py        models with convolution or recurrent layers besides attention
     model_folder.py   Hugging Face model folders, written completely or not at all
-    optimizer.py      parameter groups by role, and the learning-rate schedule; muon.py: Muon and AdamW
+    optimizer.py      parameter groups by role, and the learning-rate schedule; muon.py and bf16_adamw.py: optimizers
     precision.py      modules that stay float32 in bfloat16 models; warns when updates are lost to rounding
     trials.py         runs a trial of an empty model once per configuration
     chat_template.py  renders chats, reads what the policy generated, and lists stop tokens

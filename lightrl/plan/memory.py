@@ -64,6 +64,7 @@ class PlannedRole:
     waits_on_host: bool = False
     is_compiled: bool = False  # torch.compile compiles the decoder layers
     in_4_bits: int = 0  # number of quantized parameters
+    moment_bytes: float | None = None  # optimizer state per trained parameter; None means AdamW's, in its dtype
 
     @property
     def config(self) -> PretrainedConfig:
@@ -228,12 +229,13 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
     trained = trained_width * role.trained * share
     quantized = role.in_4_bits * (share / 2 + _SCALE_BYTES)
+    moments = 2 * trained if role.moment_bytes is None else role.moment_bytes * role.trained * share
     weights = role.width * (role.parameters - role.trained - role.in_4_bits) * share + quantized + trained
     sent = (0.0, 0.0, 0.0)
     if cost is not None and is_trained:
         sent = (cost.sent_dp, cost.sent_experts, cost.sent_tp + cost.sent_pp)
     num = math.ceil(tokens / role.dp / run.microbatch)
-    return RoleCost(weights, trained, 2 * trained, gathered, activations, logits, *sent, num, offloaded)
+    return RoleCost(weights, trained, moments, gathered, activations, logits, *sent, num, offloaded)
 
 
 @dataclass(frozen=True)

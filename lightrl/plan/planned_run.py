@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.cli import instantiate_class
 from lightning.pytorch.plugins.precision import Precision
 from transformers import PretrainedConfig
 
@@ -230,6 +231,7 @@ def _of_trainer(
             _planned_role(
                 _placed_role(name, role, world, strategy),
                 role,
+                module,
                 strategy,
                 is_trained=name in trained,
                 is_half=is_half and name not in averages,
@@ -291,7 +293,24 @@ def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRol
     return PlannedRole(name, size, 0, ranks, role.mesh, pp, tp, cp, waits_on_host=role.offload)
 
 
-def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained: bool, is_half: bool) -> PlannedRole:
+def _moment_bytes(module: Any, dtype: torch.dtype) -> float | None:
+    """Measures the bytes per parameter of the `optimizer` section's state; None without a section or if it fails."""
+    arguments: Any = getattr(module.configure_optimizers, "args", ())  # from commands/cli.py
+    weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer = instantiate_class(([weight],), arguments[1])
+        with torch.compiler.set_stance("force_eager"):
+            optimizer.step()
+    except Exception:  # noqa: BLE001  # the section names any class
+        return None
+    tensors = (item for item in optimizer.state[weight].values() if isinstance(item, torch.Tensor) and item.dim())
+    return sum(item.nbytes for item in tensors) / weight.numel()
+
+
+def _planned_role(
+    placed: PlannedRole, role: Role, module: Any, strategy: Any, *, is_trained: bool, is_half: bool
+) -> PlannedRole:
     """Adds the size of a role's model; raises UnknownMemory if the model's configuration cannot be read here."""
     try:
         role.spec.check_reachable()
@@ -310,13 +329,16 @@ def _planned_role(placed: PlannedRole, role: Role, strategy: Any, *, is_trained:
     if compiles is None:  # assumes that torch.compile works; `use_estimate` checks the GPU
         is_3d = isinstance(strategy, Parallel3DStrategy)
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
+    width = 2 if is_half else next(model.parameters()).element_size()
+    is_adapted = trained < size.parameters  # adapters are float32 on any base
     return replace(
         placed,
         size=size,
         trained=trained if is_trained else 0,
         is_compiled=compiles,
         in_4_bits=0 if role.spec.quantization is None else size.in_layers - size.expert_parameters - trained,
-        width=2 if is_half else next(model.parameters()).element_size(),
+        width=width,
+        moment_bytes=_moment_bytes(module, torch.bfloat16 if width == 2 and not is_adapted else torch.float32),
     )
 
 

@@ -350,3 +350,12 @@ def test_the_time_and_cost_of_an_iteration_are_predicted_for_a_known_gpu(printed
 def test_settings_are_written_only_if_a_layout_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*QUICKSTART, f"--write={tmp_path / 'fits.yaml'}"]) == 2
     assert "it needs --gpu_memory_gb" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("optimizer", "num_bytes"), [("lightrl.models.bf16_adamw.BF16AdamW", 4), ("SGD", 0)])
+def test_moments_are_the_state_of_the_optimizer_section(optimizer: str, num_bytes: int, printed_plan: Printed) -> None:
+    text = printed_plan(*QUICKSTART, "--optimizer", optimizer, "--optimizer.lr", "5.0e-4")
+    units = {"B": 1, "kB": 1e3, "MB": 1e6}
+    sizes = re.findall(r"^  (?:weights|moments) +([\d.]+) (\w+)$", text, re.M)
+    weights, moments = (float(number) * units[unit] for number, unit in sizes)
+    assert moments == pytest.approx(num_bytes / 4 * weights, rel=0.03)

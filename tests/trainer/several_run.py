@@ -21,6 +21,7 @@ from lightrl import Distillation, Environment, FSDP2Strategy, GiGPO, MultiTurn, 
 from lightrl.callbacks.self_play import SelfPlay
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
+from lightrl.models.bf16_adamw import BF16AdamW
 from lightrl.workflows import AgentEnvironment, MultiAgent
 
 ROUNDS = 2
@@ -187,9 +188,14 @@ def turns_result(folder: Path, **flags: Any) -> dict[str, Any]:
     return {"tensors": gathered_tensors(module.experiences[-1]), "weights": weights_of(module)}
 
 
-def muon_result(folder: Path, ckpt_path: Path | None = None, **flags: Any) -> dict[str, Any]:
-    """Trains four iterations by Muon, and saves after two of them; or the last two, from a checkpoint."""
-    module = TinyGRPO(optimizer="muon", num_minibatches=2, lr=MUON_LR, eps=MUON_LR)  # see BySGD
+class InBF16(TinyGRPO):
+    def configure_optimizers(self) -> Any:
+        return BF16AdamW(self.parameter_groups())
+
+
+def muon_result(folder: Path, ckpt_path: Path | None = None, module: Any = None, **flags: Any) -> dict[str, Any]:
+    """Trains four iterations by Muon or a module, and saves after two; or the last two, from a checkpoint."""
+    module = module or TinyGRPO(optimizer="muon", num_minibatches=2, lr=MUON_LR, eps=MUON_LR)  # see BySGD
     saves = [] if ckpt_path else [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
     checkpoints: dict[str, Any] = {"callbacks": saves, "enable_checkpointing": bool(saves), "ckpt_path": ckpt_path}
     train(folder, module, max_steps=4, **checkpoints, **flags)
@@ -206,7 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    spread = {"devices": 2, "strategy": "FSDP2Strategy"}
+    spread: dict[str, Any] = {"devices": 2, "strategy": "FSDP2Strategy"}
     found = {"tasks": tasks_result(folder, **spread)}
     for name, (teachers, flags) in CASES.items():
         strategy = FSDP2Strategy(cp=2) if flags else FSDP2Strategy()
@@ -215,6 +221,10 @@ def main() -> None:
     found["turns"] = turns_result(folder, **spread)
     found["muon"] = muon_result(folder / "muon", **spread)
     found["muon resumed"] = muon_result(folder / "muon resumed", folder / "muon" / "step=2.ckpt", **spread)
+    offloading, spread["gradient_clip_val"] = FSDP2Strategy(offload_to_cpu=["optimizer"]), 0.1
+    found["bf16"] = muon_result(folder / "bf16", None, InBF16(num_minibatches=2), **{**spread, "strategy": offloading})
+    saved = folder / "bf16" / "step=2.ckpt"
+    found["bf16 resumed"] = muon_result(folder / "bf16 resumed", saved, InBF16(num_minibatches=2), **spread)
     leave(found, folder)
 
 

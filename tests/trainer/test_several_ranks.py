@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_scripts import ROUNDING, finished, left_by, run, run_once
 from several_run import muon_result, turns_result
-from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, make_trainer
+from tiny_run import BATCH_SIZE, GROUP_SIZE, POLICY, Digits, TinyGRPO, are_equal, make_trainer
 
 from lightrl import FSDP2Strategy
 
@@ -185,3 +185,9 @@ def test_replicas_that_do_not_divide_the_processes_are_refused(tmp_path: Path) -
     trainer = make_trainer(tmp_path, devices=4, strategy=FSDP2Strategy(num_replicas=3))
     with pytest.raises(ValueError, match=r"num_replicas=3 must divide the 4 processes.*Set it to 2 or 4"):
         trainer.fit(TinyGRPO(), datamodule=Digits())
+
+
+def test_moments_in_bfloat16_resume_from_a_folder_bit_for_bit_with_and_without_offload(several_ranks: Any) -> None:
+    for rank in several_ranks:
+        assert rank["bf16 resumed"]["num_trained"] == 2
+        assert are_equal(rank["bf16 resumed"]["weights"], several_ranks[0]["bf16"]["weights"])
