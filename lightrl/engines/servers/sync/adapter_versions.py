@@ -84,7 +84,7 @@ class AdapterVersions(ServedVersions):
     def choose(self, started_with: NamedVersion | None) -> NamedVersion:
         """Returns the version that the completion started with, or the newest if servers no longer have it."""
         version = self.newest
-        if started_with is not None and started_with.version in self._adapters:
+        if started_with is not None and started_with.name in (adapter.name for adapter in self._adapters.values()):
             version = started_with.version
         return NamedVersion(version, self._adapters[version].name, self.fleet.weight_version)
 
@@ -114,10 +114,11 @@ class AdapterVersions(ServedVersions):
 
     async def add(self, version: int, adapter: Adapter) -> list[Adapter]:
         """Records a version that all routable servers have; drops and returns old versions, aborting their requests."""
-        self._adapters.pop(version, None)  # exists if this run resumed from an older checkpoint
+        replaced = self._adapters.pop(version, adapter)  # another one if this run resumed from an older checkpoint
         self._adapters[version] = adapter
         self.newest = version
         dropped = [self._adapters.pop(old) for old in list(self._adapters)[: -self.form.num_versions]]
+        dropped += [replaced] * (replaced.name != adapter.name)
         requests = [request for old in dropped for request in self._in_use.get(old.name, {}).items()]
         await asyncio.gather(*(server.client.abort(rid) for rid, server in requests), return_exceptions=True)
         return dropped
@@ -125,9 +126,8 @@ class AdapterVersions(ServedVersions):
     async def give(self, server: Server, adapter: Adapter, payload: str) -> None:
         """Removes unused adapters, loads an adapter under its name, and checks that the server lists it."""
         client, name = cast(AdapterClient, server.client), adapter.name
-        current = self.names() - {name}
         for other in await adapters_of(server):
-            if other.startswith(_PREFIX) and other not in current:  # left over from an earlier run or before a resume
+            if other.startswith(_PREFIX) and other not in self.names() - {name}:  # left over, for example by a run
                 await client.unload_adapter(other, timeout_s=self.timeout_s)
         payloads = [payload] * await num_ranks(server)
         await client.load_adapter(name, self.form.config, payloads, dict(adapter.checksums), timeout_s=self.timeout_s)
