@@ -12,7 +12,7 @@ from lightrl.engines.vllm.generation import MAX_LOGPROBS
 
 
 class VLLMProcess(ModelProcess):
-    """A vLLM server; see ModelProcess for the arguments. Only the generation route requires the token."""
+    """A vLLM server; see ModelProcess for the arguments. Only generation and `/v1` require the token."""
 
     title = "vLLM"
     info_path = "/health"
