@@ -31,6 +31,7 @@ from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 
 CONFIG = tiny_config()
+VLLM_CONFIG = tiny_config("vllm")
 CONFIG.intermediate_size = 64  # on a CPU SGLang pads others, and then no adapter fits down_proj
 RANK = 4
 PROMPT = [3, 1, 4, 1, 5]
@@ -292,11 +293,7 @@ def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(
     ("settings", "num_versions", "message"),
     [
         ({"transport": "delta"}, 1, "adapters='served' needs transport='disk' for VLLMEngine, got 'delta'"),
-        (
-            {"server_args": {"max-loras": 2}},
-            2,
-            "server_args has max_loras=2 instead of at least 3, which max_staleness",
-        ),
+        ({"server_args": {"max-loras": 2}}, 2, "has max_loras=2 instead of at least 3, which max_staleness"),
         ({"server_args": {"max_lora_rank": 1}}, 1, "server_args has max_lora_rank=1 instead of at least 8"),
         ({"server_args": {"quantization": "fp8"}}, 1, r"server_args\.quantization needs adapters='merged'"),
         ({}, 1, r"lora\.rank must be at most 512 on vLLM with adapters='served', got 513"),
@@ -317,7 +314,7 @@ def test_vllm_is_started_with_an_allowed_rank_and_room_for_the_staleness_and_one
 
 
 @pytest.mark.parametrize("kind", [VLLMEngine], indirect=True)
-def test_folders_stay_while_a_request_may_name_them_and_no_longer(case, tmp_path):
+def test_folders_stay_while_a_request_may_name_them_and_no_longer(case):
     for version in range(4):
         case.load(version)
         run(until(lambda: len(listed(case)[0]) <= NUM_VERSIONS))
@@ -355,21 +352,13 @@ def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatc
     assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
 
 
-VLLM_CONFIG = tiny_config("vllm")
-
-
-@pytest.fixture
-def real_vllm_case(tmp_path: Path) -> Iterator[AdapterCase]:
-    built_python("vllm")
-    engine = VLLMEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=170, sync_s=60))
-    yield started(engine, [adapted(version, VLLM_CONFIG) for version in range(3)])
-    engine.close()
-
-
 @pytest.mark.extra
 @pytest.mark.real_vllm
-def test_the_real_vllm_serves_each_version_within_rounding(real_vllm_case):
-    case = real_vllm_case
+@pytest.mark.parametrize("kind", [VLLMEngine], indirect=True)
+def test_the_real_vllm_serves_each_version_within_rounding(serving):
+    built_python("vllm")
+    models = [adapted(version, VLLM_CONFIG) for version in range(3)]
+    case = serving(models, servers=1, timeouts=Timeouts(startup_s=600, sync_s=60))
     for version in range(3):
         case.load(version)
         check_tokens(case, version)
@@ -383,7 +372,7 @@ def test_the_real_vllm_serves_each_version_within_rounding(real_vllm_case):
 @pytest.mark.real_vllm
 def test_a_run_trains_adapters_on_the_real_vllm_and_every_sync_is_probed(tmp_path):
     built_python("vllm")
-    engine = VLLMEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=170, sync_s=60))
+    engine = VLLMEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=600, sync_s=60))
     trainer, _ = fit(engine, VLLM_CONFIG, tmp_path, lora=LoRA(rank=RANK))
     assert float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
     assert [*engine.last_sync.versions.values()] == [4]

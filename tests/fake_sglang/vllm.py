@@ -40,8 +40,8 @@ class FakeVLLMServer(FakeServer):
         without = self._without
         posts = {
             "/inference/v1/generate": self._generate_tokens if "scale-out" not in without else self._forbidden,
-            "/v1/load_lora_adapter": self._load_adapter,
-            "/v1/unload_lora_adapter": self._unload_adapter,
+            "/v1/load_lora_adapter": self._take_adapter,
+            "/v1/unload_lora_adapter": self._forget_adapter,
             "/fake/faults": self._add_fault,
             "/fake/pace": self._set_pace,
             "/fake/reset": self._reset,
@@ -132,7 +132,7 @@ class FakeVLLMServer(FakeServer):
             "choices": [choice],
         }
 
-    async def _load_adapter(self, body: dict[str, Any]) -> Any:
+    async def _take_adapter(self, body: dict[str, Any]) -> Any:
         name, folder = body["lora_name"], Path(body["lora_path"])
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > self.arguments["max_lora_rank"]:
@@ -143,7 +143,7 @@ class FakeVLLMServer(FakeServer):
         self._folders[name] = folder
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
-    async def _unload_adapter(self, body: dict[str, Any]) -> Any:
+    async def _forget_adapter(self, body: dict[str, Any]) -> Any:
         if self._lora.names.pop(body["lora_name"], None) is None:
             return _error(f"The lora adapter '{body['lora_name']}' cannot be found.", 404)
         return web.Response(text="Success")
