@@ -139,7 +139,7 @@ class FakeVLLMServer(FakeServer):
             return _error(f"LoRA rank {config['r']} is greater than max_lora_rank", 500)
         payload = payload_of(load_file(folder / "adapter_model.safetensors"))
         given = {"lora_name": name, "config_dict": {**config, "target_modules": []}}
-        await self._lora._load({**given, "serialized_named_tensors": [payload]})
+        await self._lora.load({**given, "serialized_named_tensors": [payload]})
         self._folders[name] = folder
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
