@@ -308,7 +308,7 @@ def test_what_vllm_cannot_serve_is_refused_before_a_server_is_started(settings, 
 def test_vllm_is_started_with_an_allowed_rank_and_room_for_the_staleness_and_one_more(folder):
     engine = VLLMEngine(servers=1, adapters="served")
     engine.expect_policy(MODELS[0], num_versions=3)
-    assert engine.start_args([]) == {"enable_lora": True, "max_lora_rank": 8, "max_loras": 4}
+    assert engine.start_args([]) == {**LORA[VLLMEngine], "max_loras": 4, "lora_target_modules": TARGETS}
     process = VLLMProcess(folder, python=sys.executable, args=engine.start_args([]))
     assert process.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 

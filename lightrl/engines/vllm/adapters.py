@@ -43,8 +43,7 @@ class AdapterFolders(AdapterVersions):
 
     async def give(self, server: Server, adapter: Adapter, payload: str) -> None:
         assert isinstance(server.client, VLLMClient)
-        problem = too_small(await server.client.lora_config(), self.form.server_args)
-        if problem:
+        if problem := too_small(await server.client.lora_config(), self.form.server_args):
             raise EngineError(f"{server.url} was started with {problem} for this policy's adapters.")
         await super().give(server, adapter, payload)
 
@@ -80,17 +79,18 @@ class FolderDelivery(AdapterDelivery):
     def expect_policy(self, policy: PreTrainedModel, num_versions: int) -> None:
         super().expect_policy(policy, num_versions)
         assert self.form is not None
-        if vision_kind(policy.config) is not None:
-            raise ValueError("adapters='served' is for text models with VLLMEngine. Set adapters to merged.")
+        targets = self.form.config["target_modules"]
+        if vision_kind(policy.config) is not None or "lm_head" in targets:  # vLLM crashes on prompts' logprobs
+            raise ValueError("On vLLM, adapters='served' excludes image models and lm_head. Set adapters to merged.")
         rank = max(self.form.config["r"], *(self.form.config.get("rank_pattern") or {"": 1}).values())
         if rank > RANKS[-1]:
             raise ValueError(f"lora.rank must be at most {RANKS[-1]} on vLLM with adapters='served', got {rank}.")
         max_rank = min(allowed for allowed in RANKS if allowed >= rank)
         max_loras = num_versions + 1  # a version is loaded before the oldest one is unloaded
-        args = {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": max_loras}
+        args = {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": max_loras, "lora_target_modules": targets}
         how_to_start = (
-            f"Start the servers with --enable-lora --max-lora-rank {max_rank} --max-loras {max_loras} and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in their environment, or set engine.adapters to merged."
+            f"Start the servers with --enable-lora --max-lora-rank {max_rank} --max-loras {max_loras} "
+            f"--lora-target-modules {' '.join(targets)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set adapters to merged."
         )
         self.form = dataclasses.replace(self.form, server_args=args, how_to_start=how_to_start)
 
