@@ -90,7 +90,7 @@ class FolderDelivery(AdapterDelivery):
         args = {"enable_lora": True, "max_lora_rank": max_rank, "max_loras": max_loras, "lora_target_modules": targets}
         how_to_start = (
             f"Start the servers with --enable-lora --max-lora-rank {max_rank} --max-loras {max_loras} "
-            f"--lora-target-modules {' '.join(targets)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set adapters to merged."
+            f"--lora-target-modules {' '.join(targets)} and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or set merged."
         )
         self.form = dataclasses.replace(self.form, server_args=args, how_to_start=how_to_start)
 
