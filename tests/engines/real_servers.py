@@ -30,6 +30,7 @@ from lightrl.engines.servers.processes.model_process import ModelProcess
 from lightrl.engines.servers.processes.process import ServerProcess, write_model_folder
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.models import LoRA, Role
 from lightrl.testing import QUIET
 
 Kind = Literal["sglang", "vllm"]
@@ -67,11 +68,17 @@ class LikesLowTokens(GRPO):
 
 
 def fit(
-    engine: ServerEngine, config: PreTrainedConfig, folder: Path, *, max_steps: int = 4, max_staleness: int = 2
+    engine: ServerEngine,
+    config: PreTrainedConfig,
+    folder: Path,
+    *,
+    max_steps: int = 4,
+    max_staleness: int = 2,
+    lora: LoRA | None = None,
 ) -> tuple[Trainer, list[float]]:
     """A trainer after its run against a real server, and the mean reward of each rollout."""
     policy = ModelSpec(config=config.to_dict(), tokenizer="tiny.char_tokenizer", seed=1)
-    module = LikesLowTokens(policy, lr=2e-2, group_size=8, sampling=Sampling(max_new_tokens=8))
+    module = LikesLowTokens(Role(policy, lora=lora), lr=2e-2, group_size=8, sampling=Sampling(max_new_tokens=8))
     rewards: list[float] = []
     module.on_rollout_end = lambda groups: rewards.append(  # type: ignore[method-assign]
         mean(trajectory.reward for group in groups for trajectory in group.trajectories)

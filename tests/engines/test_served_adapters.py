@@ -1,6 +1,7 @@
 """Adapters served beside their base: which version wrote each token, what travels, and what servers keep."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,18 @@ from engine_contract import EngineCase, run
 from engine_contract import recomputed_logprobs as recomputed
 from fake_sglang import python_of_fakes
 from fake_sglang.process import FakeServerProcess
-from real_servers import built_python, tiny_config
+from real_servers import built_python, fit, tiny_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from waits import until
 
 from lightrl.engines import Timeouts
+from lightrl.engines.servers.engine import ServerEngine
 from lightrl.engines.servers.processes.command import flags
+from lightrl.engines.servers.sync.adapter_versions import adapters_of
 from lightrl.engines.sglang.command import SGLangProcess
 from lightrl.engines.sglang.engine import SGLangEngine
+from lightrl.engines.vllm.command import VLLMProcess
+from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.errors import WeightSyncError
 from lightrl.models.lora import LoRA
 from lightrl.models.tuning import tuning_of
@@ -26,6 +31,7 @@ from lightrl.trajectory import Sampling
 from lightrl.weights import Bucket, bucketed
 
 CONFIG = tiny_config()
+VLLM_CONFIG = tiny_config("vllm")
 CONFIG.intermediate_size = 64  # on a CPU SGLang pads others, and then no adapter fits down_proj
 RANK = 4
 PROMPT = [3, 1, 4, 1, 5]
@@ -33,12 +39,12 @@ SAMPLING = Sampling(max_new_tokens=12, seed=3)
 NUM_VERSIONS = 2
 
 
-def adapted(version: int) -> PreTrainedModel:
+def adapted(version: int, config: Any = CONFIG, rank: int = RANK) -> PreTrainedModel:
     """The same base for every version, with adapters of its own."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
-        LoRA(rank=RANK).add_to(model)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        LoRA(rank=rank).add_to(model)
         torch.manual_seed(100 + version)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -67,14 +73,27 @@ class AdapterCase(EngineCase):
             yield from buckets(self.models[0 if part == "base" else version % len(self.models)], part)
 
 
-def started(engine: SGLangEngine) -> AdapterCase:
-    engine.expect_policy(MODELS[0], num_versions=NUM_VERSIONS)
-    engine.start(CONFIG)
-    return AdapterCase(engine, MODELS, is_exact=False)
+def started(engine: ServerEngine, models: list[PreTrainedModel]) -> AdapterCase:
+    engine.expect_policy(models[0], num_versions=NUM_VERSIONS)
+    engine.start(models[0].config)
+    return AdapterCase(engine, models, is_exact=False)
 
 
 TARGETS = tuning_of(MODELS[1]).served_form(MODELS[1], 1).config["target_modules"]
-LORA: dict[str, Any] = {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS}
+LORA: dict[type, dict[str, Any]] = {
+    SGLangEngine: {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS},
+    VLLMEngine: {"enable_lora": True, "max_lora_rank": 8, "max_loras": NUM_VERSIONS + 1},
+}
+# kind → the paths that load a base, pause and load an adapter
+PATHS = {
+    SGLangEngine: ("/update_weights_from_disk", "/pause_generation", "/load_lora_adapter_from_tensors"),
+    VLLMEngine: ("/weight_checker", "/pause", "/v1/load_lora_adapter"),
+}
+
+
+@pytest.fixture(scope="module", params=LORA, ids=["SGLang", "vLLM"])
+def kind(request: pytest.FixtureRequest) -> type[ServerEngine]:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +105,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(folder: Path) -> Iterator[list[FakeServerProcess]]:
-    one, other = (FakeServerProcess(str(folder), piece_tokens=4, **LORA) for _ in range(2))
+def servers(folder: Path, kind: type[ServerEngine]) -> Iterator[list[FakeServerProcess]]:
+    vllm = {"vllm": True} if kind is VLLMEngine else {}
+    one, other = (FakeServerProcess(str(folder), piece_tokens=4, **vllm, **LORA[kind]) for _ in range(2))
     with one, other:
         yield [one, other]
 
 
 @pytest.fixture
-def serving(servers: list[FakeServerProcess]) -> Iterator[Callable[..., AdapterCase]]:
+def serving(servers: list[FakeServerProcess], kind: type[ServerEngine]) -> Iterator[Callable[..., AdapterCase]]:
     """Starts an engine, on the two servers if nothing else is given; it is closed with the test."""
     cases: list[AdapterCase] = []
 
-    def start(**settings: Any) -> AdapterCase:
+    def start(models: list[PreTrainedModel] = MODELS, **settings: Any) -> AdapterCase:
         where = {} if "servers" in settings else {"urls": [one.url for one in servers]}
-        cases.append(
-            started(SGLangEngine(**{"adapters": "served", "timeouts": Timeouts(sync_s=30), **where, **settings}))
-        )
+        engine = kind(**{"adapters": "served", "timeouts": Timeouts(sync_s=30), **where, **settings})
+        cases.append(started(engine, models))
         return cases[-1]
 
     yield start
@@ -130,9 +149,10 @@ def check_scores(case: AdapterCase, version: int) -> None:
 
 
 def listed(case: AdapterCase) -> list[list[str]]:
-    """The adapters of each server."""
+    """The adapters of each server, without the digests in their names."""
     engine: Any = case.engine
-    return [sorted(engine.loader.home.call(server.client.adapters(), 10)) for server in engine.fleet.in_state()]
+    names = [engine.loader.home.call(adapters_of(server), 10) for server in engine.fleet.in_state()]
+    return [sorted(name.rpartition("-")[0] for name in of_server) for of_server in names]
 
 
 def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case):
@@ -142,7 +162,7 @@ def test_tokens_and_scores_are_those_of_the_adapters_that_were_loaded_last(case)
         check_scores(case, version)
 
 
-def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(case, servers):
+def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(case, servers, kind):
     before = [one.stats()["requests"] for one in servers]
     for version in range(3):
         case.load(version)
@@ -152,8 +172,8 @@ def test_the_base_is_loaded_once_and_then_only_adapters_travel_without_a_pause(c
     for one, old in zip(servers, before, strict=True):
         requests = one.stats()["requests"]
         made = {path: requests[path] - old.get(path, 0) for path in requests}
-        assert made["/update_weights_from_disk"] == made["/pause_generation"] == 1
-        assert made["/load_lora_adapter_from_tensors"] == 3
+        base, pause, adapter = PATHS[kind]
+        assert (made[base], made[pause], made[adapter]) == (1, 1, 3)
 
 
 def in_flight_over_a_load(case: AdapterCase) -> list[list[int]]:
@@ -215,10 +235,35 @@ def test_a_server_that_acknowledges_an_adapter_and_does_not_load_it_is_lost(case
     check_tokens(case, 1)
 
 
-def test_without_enable_lora_the_error_names_the_arguments(folder, serving):
+def test_without_enable_lora_the_error_names_the_arguments(folder, serving, kind):
     words = "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj"
-    with FakeServerProcess(str(folder)) as one, pytest.raises(WeightSyncError, match=words):
+    if kind is VLLMEngine:
+        words = r"was started with max_loras=2 instead of at least 3.*--enable-lora --max-lora-rank 8 --max-loras 3"
+    vllm = {"vllm": True, **LORA[kind], "max_loras": 2} if kind is VLLMEngine else {}
+    with FakeServerProcess(str(folder), **vllm) as one, pytest.raises(WeightSyncError, match=words):
         serving(urls=[one.url]).load(0)
+
+
+@pytest.mark.parametrize("is_new_run", [False, True])
+def test_a_version_that_is_loaded_again_with_other_values_replaces_the_first(is_new_run, case, serving):
+    for version in range(2):
+        case.load(version)
+        check_tokens(case, version)  # so that the prompt is cached under the first names
+    other = serving(MODELS[2:]) if is_new_run else case
+    other.models = MODELS[2:]
+    for version in range(2):
+        other.load(version)
+        check_tokens(other, version)
+        check_scores(other, version)
+    run(until(lambda: listed(other) == [["policy-v0", "policy-v1"]] * 2))
+
+
+def test_the_scores_of_a_server_with_the_old_adapters_under_the_new_name_are_not_the_trainers(case, servers):
+    case.load(0)
+    for one in servers:
+        one.fault("old_adapter", "/load_lora_adapter_from_tensors")
+    case.load(1)
+    check_scores(AdapterCase(case.engine, MODELS[:1], is_exact=False), 0)  # so the probe finds it
 
 
 def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
@@ -230,8 +275,10 @@ def test_adapters_of_another_shape_are_refused_and_the_old_ones_stay(case):
 
 
 @pytest.mark.extra
-def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving, tmp_path):
-    case = serving(servers=1, sglang_python=python_of_fakes(tmp_path, "--model-path", str(folder), *flags(LORA)))
+def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(folder, serving, kind, tmp_path):
+    name, words = ("vllm_python", ["--vllm"]) if kind is VLLMEngine else ("sglang_python", [])
+    python = python_of_fakes(tmp_path, "--model-path", str(folder), *words, *flags(LORA[kind]))
+    case = serving(servers=1, **{name: python})
     for version in range(3):
         case.load(version)
     engine = case.engine
@@ -242,6 +289,39 @@ def test_a_restarted_server_gets_the_base_and_the_kept_versions_before_requests(
     check_tokens(case, 2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_versions", "message"),
+    [
+        ({"transport": "delta"}, 1, "adapters='served' needs transport='disk' for VLLMEngine, got 'delta'"),
+        ({"server_args": {"max-loras": 2}}, 2, "has max_loras=2 instead of at least 3, which max_staleness"),
+        ({"server_args": {"max_lora_rank": 1}}, 1, "server_args has max_lora_rank=1 instead of at least 8"),
+        ({"server_args": {"quantization": "fp8"}}, 1, r"server_args\.quantization needs adapters='merged'"),
+        ({}, 1, r"lora\.rank must be at most 512 on vLLM with adapters='served', got 513"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_refused_before_a_server_is_started(settings, num_versions, message):
+    policy = MODELS[0] if settings else adapted(0, rank=513)
+    with pytest.raises(ValueError, match=message):
+        VLLMEngine(servers=1, adapters="served", **settings).expect_policy(policy, num_versions=num_versions)
+
+
+def test_vllm_is_started_with_an_allowed_rank_and_room_for_the_staleness_and_one_more(folder):
+    engine = VLLMEngine(servers=1, adapters="served")
+    engine.expect_policy(MODELS[0], num_versions=3)
+    assert engine.start_args([]) == {**LORA[VLLMEngine], "max_loras": 4, "lora_target_modules": TARGETS}
+    process = VLLMProcess(folder, python=sys.executable, args=engine.start_args([]))
+    assert process.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.mark.parametrize("kind", [VLLMEngine], indirect=True)
+def test_folders_stay_while_a_request_may_name_them_and_no_longer(case):
+    for version in range(4):
+        case.load(version)
+        run(until(lambda: len(listed(case)[0]) <= NUM_VERSIONS))
+    names = {path.name.rpartition("-")[0] for path in case.engine.loader.versions.root.iterdir()}
+    assert names == {"policy-v1", "policy-v2", "policy-v3"}  # the oldest one goes with the next load
+
+
 def test_colocated_servers_cannot_serve_adapters():
     with pytest.raises(ValueError, match="needs placement='separate'"):
         SGLangEngine(adapters="served", placement="colocated")
@@ -249,6 +329,7 @@ def test_colocated_servers_cannot_serve_adapters():
 
 @pytest.mark.extra
 @pytest.mark.real_sglang
+@pytest.mark.parametrize("kind", [SGLangEngine], indirect=True)
 def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatch):
     """SGLang 0.5.23 pins memory for adapters, which a CPU build of torch cannot: sglang_without_pinned_memory.py."""
     built_python()
@@ -269,3 +350,33 @@ def test_the_real_sglang_serves_each_version_within_rounding(serving, monkeypatc
         check_scores(case, version)
     run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
     assert case.engine.last_sync.seconds["load"] < case.engine.timeouts.sync_s
+
+
+@pytest.mark.extra
+@pytest.mark.real_vllm
+@pytest.mark.parametrize("kind", [VLLMEngine], indirect=True)
+def test_the_real_vllm_serves_each_version_within_rounding(serving):
+    built_python("vllm")
+    models = [adapted(version, VLLM_CONFIG) for version in range(3)]
+    case = serving(models, servers=1, timeouts=Timeouts(startup_s=600, sync_s=60))
+    for version in range(3):
+        case.load(version)
+        check_tokens(case, version)
+        check_scores(case, version)
+    run(until(lambda: listed(case) == [["policy-v1", "policy-v2"]]))
+    assert in_flight_over_a_load(case) == [[0] * 200] * 8
+    check_tokens(case, 1)
+
+
+@pytest.mark.extra
+@pytest.mark.real_vllm
+def test_a_run_trains_adapters_on_the_real_vllm_and_every_sync_is_probed(tmp_path):
+    built_python("vllm")
+    engine = VLLMEngine(servers=1, adapters="served", timeouts=Timeouts(startup_s=600, sync_s=60))
+    trainer, _ = fit(engine, VLLM_CONFIG, tmp_path, lora=LoRA(rank=RANK))
+    assert float(trainer.callback_metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
+    assert [*engine.last_sync.versions.values()] == [4]
+    adapters = sum(
+        value.numel() * 4 for name, value in trainer.lightning_module.policy.named_parameters() if "lora_" in name
+    )
+    assert engine.last_sync.num_bytes == adapters

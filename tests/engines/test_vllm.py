@@ -185,7 +185,6 @@ def test_a_wrong_token_is_refused_at_the_start(start, monkeypatch):
         ({"router": "smg"}, "router must be None for VLLMEngine, got 'smg'"),
         ({"transport": "tensor"}, "transport must be disk or delta or distributed for VLLMEngine, got 'tensor'"),
         ({"placement": "colocated"}, "placement must be separate for VLLMEngine"),
-        ({"adapters": "served"}, "adapters must be merged for VLLMEngine"),
     ],
 )
 def test_what_only_the_other_engine_does_is_refused_by_name(settings, message):

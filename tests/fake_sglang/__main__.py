@@ -20,7 +20,8 @@ words = sys.argv[1:]
 if "--" in words:
     words, arguments = words[: words.index("--")], words[words.index("--") + 1 :]
     values = dict(itertools.pairwise(arguments))
-    os.environ["LIGHTRL_SERVER_TOKEN"] = json.loads(Path(values["--config"]).read_text())["api-key"]
+    secrets = json.loads(Path(values["--config"]).read_text()) if "--config" in values else {}  # vLLM's is a variable
+    os.environ["LIGHTRL_SERVER_TOKEN"] = secrets.get("api-key") or os.environ["VLLM_API_KEY"]
     names = ["--host", "--port", *(["--model-path"] if "--with-model" in words else [])]
     words += [word for name in names for word in (name, values[name])]
 main(words)

@@ -380,6 +380,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds-per-token", type=float, default=0.0, help="of the script")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--max-loras", type=int, help="vLLM's")
     parser.add_argument("--lora-target-modules", nargs="*", action="extend")
     parser.add_argument("--vllm", action="store_true", help="speak vLLM's interface instead")
     parser.add_argument("--vllm-without", action="append", help="a flag that vLLM was started without, see vllm.py")

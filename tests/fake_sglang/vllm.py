@@ -1,16 +1,21 @@
 """The fake server with vLLM's interface: its routes and answers, on the same model, pause, cache and faults.
 
 Its behavior was measured on vLLM 0.32 for the CPU: `keep`, an abort by the prefixed id, cached tokens of the same salt
-alone, versions per token, the digest of nothing for what is packed.
+alone, versions per token, the digest of nothing for what is packed; adapters from folders, which it reads again, and an
+unload that waits for nothing.
 """
 
 import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from safetensors.torch import load_file
 
 from fake_sglang.script import Refused
 from fake_sglang.server import FakeServer, json_handler
+from lightrl.weights.shared_memory import payload_of
 
 PREFIX = "generate-tokens-"
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
@@ -24,19 +29,25 @@ class FakeVLLMServer(FakeServer):
     answers have another form.
     """
 
+    _folders: dict[str, Path]  # of the adapters, by name
+
     def is_open(self, path: str) -> bool:
-        return not path.startswith("/inference")
+        return not path.startswith(("/inference", "/v1"))
 
     def application(self) -> web.Application:
+        self._folders = {}
         app = web.Application(middlewares=[self._around], client_max_size=2**32)
         without = self._without
         posts = {
             "/inference/v1/generate": self._generate_tokens if "scale-out" not in without else self._forbidden,
+            "/v1/load_lora_adapter": self._take_adapter,
+            "/v1/unload_lora_adapter": self._forget_adapter,
             "/fake/faults": self._add_fault,
             "/fake/pace": self._set_pace,
             "/fake/reset": self._reset,
         }
         gets = {"/version": self._version, "/health": self._health, "/fake/stats": self._stats}
+        gets["/v1/models"] = self._models
         if "dev-mode" not in without:
             posts |= {
                 "/pause": self._keep,
@@ -61,12 +72,17 @@ class FakeVLLMServer(FakeServer):
         return self.arguments.get("vllm_without") or []
 
     async def _forbidden(self, body: dict[str, Any]) -> Any:
-        message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
-        return web.json_response({"error": {"message": message, "code": 403}}, status=403)
+        return _error(
+            "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them.", 403
+        )
 
     async def _generate_tokens(self, body: dict[str, Any]) -> Any:
         if not body.get("token_ids") or "/" in body.get("cache_salt", ""):
             raise Refused("token_ids has to be a list that is not empty, cache_salt without /")
+        if (adapter := body.get("model")) is not None and adapter not in self._lora.names:
+            return _error(f"The model `{adapter}` does not exist.", 404)
+        if adapter is not None and not (self._folders[adapter] / "adapter_config.json").exists():
+            raise Refused(f"{adapter} was evicted, and its folder is missing")
         params = body["sampling_params"]
         num_logprobs, seed = params.get("logprobs") or 0, params.get("seed")
         is_truncated = params.get("top_k", -1) > 0 and params.get("temperature", 1.0) > 0
@@ -80,6 +96,7 @@ class FakeVLLMServer(FakeServer):
             "return_logprob": True,
             "return_sampling_mask": is_truncated,
             "extra_key": body.get("cache_salt"),
+            "lora_path": adapter,
             "sampling_params": {
                 "max_new_tokens": params["max_tokens"],
                 "min_new_tokens": params.get("min_tokens", 0),
@@ -114,6 +131,22 @@ class FakeVLLMServer(FakeServer):
             "prompt_logprobs": scores and [one[0] and {str(one[1]): {"logprob": one[0]}} for one in scores],
             "choices": [choice],
         }
+
+    async def _take_adapter(self, body: dict[str, Any]) -> Any:
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if config["r"] > self.arguments["max_lora_rank"]:
+            return _error(f"LoRA rank {config['r']} is greater than max_lora_rank", 500)
+        payload = payload_of(load_file(folder / "adapter_model.safetensors"))
+        given = {"lora_name": name, "config_dict": {**config, "target_modules": []}}
+        await self._lora.load({**given, "serialized_named_tensors": [payload]})
+        self._folders[name] = folder
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _forget_adapter(self, body: dict[str, Any]) -> Any:
+        if self._lora.names.pop(body["lora_name"], None) is None:
+            return _error(f"The lora adapter '{body['lora_name']}' cannot be found.", 404)
+        return web.Response(text="Success")
 
     async def _keep(self, body: dict[str, Any]) -> Any:
         await self._pause({"mode": "retract"})
@@ -166,8 +199,14 @@ class FakeVLLMServer(FakeServer):
             "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
             "cache_config": {"block_size": 1, "cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
+            "lora_config": {name: self.arguments[name] for name in ("max_lora_rank", "max_loras")}
+            if self.arguments["enable_lora"] else None,
         }  # fmt: skip
         return web.json_response({"vllm_config": str(config) if "form" in self._without else config})
+
+
+def _error(message: str, status: int) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
 def _top(token: int, logprob: float, mask: list[int], num: int) -> list[dict[str, Any]]:

@@ -202,7 +202,7 @@ class LoraRoutes:
         self._updating = asyncio.Lock()
 
     def routes(self) -> dict[str, Any]:
-        return {"/load_lora_adapter_from_tensors": self._load, "/unload_lora_adapter": self._unload}
+        return {"/load_lora_adapter_from_tensors": self.load, "/unload_lora_adapter": self._unload}
 
     def check(self, name: str | None) -> None:
         """Refuses a request for an adapter that the server does not have."""
@@ -213,7 +213,7 @@ class LoraRoutes:
         if not self.names.get(name):
             raise Refused(f"Got LoRA adapter that has never been loaded: {name}. All loaded: {list(self.names)}")
 
-    async def _load(self, body: dict[str, Any]) -> Any:
+    async def load(self, body: dict[str, Any]) -> Any:
         name, config = body["lora_name"], body["config_dict"]
         async with self._updating:
             if not self._arguments.get("enable_lora"):

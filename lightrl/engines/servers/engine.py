@@ -117,6 +117,7 @@ class ServerEngine(RolloutEngine):
     process_type: type[ModelProcess]
     broadcast_type: type[BroadcastTransport] = BroadcastTransport
     gpu_transports: tuple[TransportName, ...] = ("cuda_ipc",)
+    adapter_delivery: type[AdapterDelivery] = AdapterDelivery
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class ServerEngine(RolloutEngine):
         )
         self.reads_grammars = self.source.num is None or bool({"tokenizer", "tokenizer_path"} & self.source.args.keys())
         check_choice(("merged", "served"), adapters=adapters)
-        self.delivery = (AdapterDelivery if adapters == "served" else WeightDelivery)(
+        self.delivery = (self.adapter_delivery if adapters == "served" else WeightDelivery)(
             transport=transport,
             broadcast_type=self.broadcast_type,
             gpu_transports=self.gpu_transports,
@@ -196,9 +197,8 @@ class ServerEngine(RolloutEngine):
 
     def planned(self, trainer_device: torch.device, num_parameters: int) -> PlannedEngine:
         num = self.source.num or len(self.source.urls or ()) or 1
-        starts, tp = self.source.urls is None, self.source.tp
-        name, is_block_fp8 = type(self).__name__, self.is_quantized
-        return PlannedEngine(name, "servers", num, tp, is_block_fp8=is_block_fp8, starts_servers=starts)
+        name, tp, starts = type(self).__name__, self.source.tp, self.source.urls is None
+        return PlannedEngine(name, "servers", num, tp, is_block_fp8=self.is_quantized, starts_servers=starts)
 
     def expect_policy(self, policy: transformers.PreTrainedModel, *, num_versions: int) -> None:
         self.delivery.expect_policy(policy, num_versions)
@@ -266,7 +266,7 @@ class ServerEngine(RolloutEngine):
             Leader(members.home, members, traffic),
             limits=RequestLimits.of(config, route_encoders(config, self.record_routes, columns_of)),
             timeouts=self.timeouts,
-            versions=self.delivery.versions(self.fleet, self.timeouts.sync_s),
+            versions=self.delivery.versions(self.fleet, self.source),
         )
         dtype = members.sent_dtype(self.dtype_of_auto(config))
         return self.delivery.loader(requests, self.source, config, dtype, verify=self.should_verify)

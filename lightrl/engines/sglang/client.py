@@ -173,12 +173,6 @@ class SGLangClient(ServerClient):
         body = {"serialized_named_tensors": list(payloads), "load_format": LOAD_FORMAT}
         await self._update("/update_weights_from_tensor", body | _TARGET | _version(weight_version), timeout_s)
 
-    async def adapters(self) -> list[str]:
-        """Returns the names of the server's LoRA adapters."""
-        models = await self.request("GET", "/v1/models")
-        with self.reading("/v1/models"):
-            return [entry["id"] for entry in models["data"] if entry.get("parent") is not None]
-
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
     ) -> None:

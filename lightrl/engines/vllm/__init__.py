@@ -2,6 +2,7 @@
 
 Reading order:
     engine.py      VLLMEngine, and how it broadcasts weights over NCCL (not tested yet)
+    adapters.py    sends adapters to servers through folders
     client.py      vLLM's paths as methods; generation.py  makes generation requests and parses the answers
     command.py     a server's arguments, command line and environment
 

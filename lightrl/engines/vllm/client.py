@@ -9,10 +9,11 @@
     set the version        POST /update_weight_version
     flush the cache        POST /reset_prefix_cache?reset_running_requests=true
     digests                POST /weight_checker
+    adapters               GET  /v1/models, POST /v1/load_lora_adapter, /v1/unload_lora_adapter
     broadcast              POST /init_weight_transfer_engine, /start_weight_update, /update_weights,
                                 /finish_weight_update, /shutdown_weight_transfer_engine
 
-vLLM requires its API key only on the first path, so anyone who can reach the port can load weights.
+vLLM requires its API key only on the first path and on /v1, so anyone who can reach the port can load weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, ClassVar
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.client import GroupPlace, ServerClient, ServerInfo, TensorLayout
 from lightrl.engines.servers.connection import ServerRefused
-from lightrl.engines.servers.request import check_answers
+from lightrl.engines.servers.request import CompletionDraft, check_answers
 from lightrl.engines.vllm import generation
 from lightrl.errors import EngineError
 from lightrl.weights.digests import RankDigests
@@ -51,15 +52,18 @@ class VLLMClient(ServerClient):
         f"With top_p, top_k or topk_logprobs, vLLM needs --max-logprobs {generation.MAX_LOGPROBS}.",
     ) | {ROUTES.name: f"vLLM needs --{_ROUTES_FLAG.replace('_', '-')}; or set record_routes to false."}
     hints: ClassVar = {(_BAD_REQUEST, generate_path): f"Fix the request. {column_help['supports']}"}
-    request_of = staticmethod(generation.request_of)
     read_answer = staticmethod(generation.read_answer)
     _checked_identity = ""  # identity of the server process whose arguments were checked
 
+    @staticmethod
+    def request_of(draft: CompletionDraft, rid: str, cache_key: str) -> dict[str, Any]:
+        body, named = generation.request_of(draft, rid, cache_key), draft.named_version
+        return body if named is None else body | {"model": named.name}
+
     async def logprobs(self, token_ids: list[int], *, weights: str | None = None) -> list[float]:
         params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self._ask(
-            {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
-        )
+        body = {"request_id": secrets.token_hex(16), "token_ids": token_ids, "sampling_params": params}
+        answer = await self._ask(body if weights is None else body | {"model": weights})
         self._num_cached_of(answer)  # at the run's first answer, rejects a server that does not report cached tokens
         with self.reading(self.generate_path):
             candidates = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
@@ -156,6 +160,28 @@ class VLLMClient(ServerClient):
     async def destroy_weights_group(self, name: str) -> None:
         await self._update("/shutdown_weight_transfer_engine", {})
 
+    async def lora_config(self) -> dict[str, Any] | None:
+        """Returns the arguments for adapters that the server was started with; None without --enable-lora."""
+        with self.reading("/server_info"):
+            config: dict[str, Any] | None = (await self.request("GET", _SERVER_INFO))["vllm_config"]["lora_config"]
+            return config
+
+    async def load_adapter(
+        self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
+    ) -> None:
+        """Adds a LoRA adapter from the folder `payloads[0]`, which must stay while requests use the adapter."""
+        body = {"lora_name": name, "lora_path": payloads[0]}
+        await self.request("POST", "/v1/load_lora_adapter", body, timeout_s=timeout_s, num_retries=0, read=None)
+
+    async def unload_adapter(self, name: str, *, timeout_s: float = 0.0) -> None:
+        """Removes an adapter's name; requests that use the adapter continue."""
+        path, body = "/v1/unload_lora_adapter", {"lora_name": name}
+        await self.request("POST", path, body, timeout_s=timeout_s, num_retries=0, read=None)
+
+    def is_unknown_adapter(self, error: EngineError) -> bool:
+        """Whether the server refused a request because it lacks the adapter, which happens after a restart."""
+        return isinstance(error, ServerRefused) and error.status == _NOT_FOUND and "The model `" in str(error)
+
     async def _take_version(self, weight_version: str | None) -> None:
         if weight_version is not None:
             await self.set_weight_version(weight_version)
@@ -222,7 +248,7 @@ def rank_digests(checksums: dict[str, str]) -> RankDigests:
     """Parses each rank's digests from `{"dp0:pp0:pcp0:tp1:model.norm.weight": "…64 digits"}`; "" for empty tensors."""
     ranks: dict[int, dict[str, str]] = {}
     for key, checksum in checksums.items():
-        *_, rank, name = key.split(":")
+        *_, rank, name = key.replace(".base_layer.", ".").split(":")  # --enable-lora adds base_layer
         digest = "" if checksum.startswith(_EMPTY_DIGEST) else checksum[:16]
         ranks.setdefault(int(rank.removeprefix("tp")), {})[name] = digest
     return [held for _, held in sorted(ranks.items())]

@@ -12,7 +12,7 @@ from lightrl.engines.vllm.generation import MAX_LOGPROBS
 
 
 class VLLMProcess(ModelProcess):
-    """A vLLM server; see ModelProcess for the arguments. Only the generation route requires the token."""
+    """A vLLM server; see ModelProcess for the arguments. Only generation and `/v1` require the token."""
 
     title = "vLLM"
     info_path = "/health"
@@ -44,6 +44,8 @@ class VLLMProcess(ModelProcess):
         variables["VLLM_SERVER_DEV_MODE"] = "1"  # enables the routes that pause, load and check
         variables["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # see `args_for`
         variables["VLLM_NO_USAGE_STATS"] = "1"
+        if self.args.get("enable_lora"):
+            variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # enables the routes that load adapters
         if self.is_cpu_build:
             variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
             variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB

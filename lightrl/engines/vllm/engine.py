@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightrl.checks.annotations import Unpack
 from lightrl.columns import ROUTES
 from lightrl.engines.servers.client import GroupPlace
 from lightrl.engines.servers.engine import ServerEngine, ServerSettings
 from lightrl.engines.servers.sync.transports import BroadcastTransport
+from lightrl.engines.vllm.adapters import FolderDelivery, too_small
 from lightrl.engines.vllm.client import VLLMClient
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.trajectory import Sampling
@@ -77,7 +79,7 @@ class VLLMEngine(ServerEngine):
 
     Args:
         vllm_python: Python in the environment that has vLLM; None searches for it as SGLangEngine does.
-        settings: settings for `ServerEngine`, except router, placement and adapters. `transport` is disk, delta or
+        settings: settings for `ServerEngine`, except router and placement. `transport` is disk, delta or
             distributed (not tested yet); `server_args` are vLLM's, such as `{gpu_memory_utilization: 0.8}`.
             `record_routes: true` starts servers with `enable_return_routed_experts`, which needs vLLM's Model Runner
             V2; with null, only servers that you start with this flag return routes. Not tested on a real server yet.
@@ -87,19 +89,27 @@ class VLLMEngine(ServerEngine):
     process_type = VLLMProcess
     broadcast_type = VLLMBroadcast
     gpu_transports = ("distributed",)
+    adapter_delivery = FolderDelivery
 
     def __init__(self, *, vllm_python: str | None = None, **settings: Unpack[ServerSettings]) -> None:
         for name, choices in (
             ("transport", ("disk", "delta", "distributed")),
             ("router", (None,)),
             ("placement", ("separate",)),
-            ("adapters", ("merged",)),
         ):
             if (value := settings.get(name, choices[0])) not in choices:
                 allowed = " or ".join(map(str, choices))
                 raise ValueError(f"{name} must be {allowed} for VLLMEngine, got {value!r}. Try SGLangEngine.")
         super().__init__(**settings)
         self.source.python = vllm_python
+
+    def expect_policy(self, policy: PreTrainedModel, *, num_versions: int) -> None:
+        super().expect_policy(policy, num_versions=num_versions)
+        args = self.process_type.named(self.source.args)
+        if args.get("quantization"):
+            self.delivery.check_loads_whole("server_args.quantization")
+        if problem := too_small(args, self.delivery.start_args()):
+            raise ValueError(f"server_args has {problem}, which max_staleness and lora need. Change it, or omit it.")
 
     def check_sampling(self, sampling: Sampling) -> None:
         super().check_sampling(sampling)
@@ -112,4 +122,5 @@ class VLLMEngine(ServerEngine):
     def start_args(self, columns: Collection[str]) -> dict[str, Any]:
         is_distributed = self.delivery.transport == "distributed"
         args: dict[str, Any] = {"weight_transfer_config": {"backend": "nccl"}} if is_distributed else {}
+        args |= self.delivery.start_args()
         return args | ({"enable_return_routed_experts": True} if self.record_routes and ROUTES.name in columns else {})

@@ -84,7 +84,7 @@ class WeightDelivery:
         """Raises ValueError naming `setting` if loads do not send the full weights."""
 
     def start_args(self) -> dict[str, Any]:
-        """Returns SGLang's arguments for servers that are started here."""
+        """Returns arguments for servers that are started here."""
         return {}
 
     def expect_policy(self, policy: PreTrainedModel, num_versions: int) -> None:
@@ -94,7 +94,7 @@ class WeightDelivery:
         """Returns the parts that the next load must send, given the version of the servers' base (-1: none)."""
         return ["whole"]
 
-    def versions(self, fleet: ServerFleet, sync_s: float) -> ServedVersions:
+    def versions(self, fleet: ServerFleet, source: ServerSource) -> ServedVersions:
         """Makes the object that chooses each request's weights."""
         return ServedVersions()
 

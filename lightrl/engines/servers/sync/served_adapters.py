@@ -1,8 +1,8 @@
 """AdapterDelivery: sends each weight version to the servers as an adapter with its own name, next to their base.
 
     base, once ─► every server, sent as in WeightLoader
-    adapters of version 12 ─► `policy-v12` on every server, next to `policy-v11`, while they generate
-    a request ─► lora_path: policy-v12, until it finishes; later requests use the newest
+    adapters of version 12 ─► `policy-v12-…` on every server, next to `policy-v11-…`, while they generate
+    a request ─► the name `policy-v12-…`, until it finishes; later requests use the newest
 
 So a load needs no pause and sends only the adapters. A request and its tokens keep the version that it started with.
 `max_staleness + 1` versions are kept; a request with an older version is aborted and continues with the newest.
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Verification
 from lightrl.engines.servers.fleet import ServerFleet
 from lightrl.engines.servers.server import Server
+from lightrl.engines.servers.source import ServerSource
 from lightrl.engines.servers.sync.adapter_versions import Adapter, AdapterVersions
 from lightrl.engines.servers.sync.delivery import WeightDelivery
 from lightrl.engines.servers.sync.loader import WeightLoader
@@ -30,7 +30,6 @@ from lightrl.engines.servers.sync.verification import ParameterCheck
 from lightrl.errors import WeightSyncError
 from lightrl.models.tuning import Part, ServedForm, Tuning, tuning_of
 from lightrl.weights import Bucket, ServerForm
-from lightrl.weights.shared_memory import payload_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +59,7 @@ class AdapterLoader(WeightLoader):
         """
         start = time.perf_counter()
         tensors, base = _split(buckets, self.versions.form.tuning)
-        adapter = self._checked_adapter(tensors)
+        adapter = self._checked_adapter(tensors, weight_version)
         if base is not None:
             super().load(base, weight_version)
         with self._lock:
@@ -75,22 +74,21 @@ class AdapterLoader(WeightLoader):
     async def _before_admit(self, server: Server) -> None:
         await self.versions.give_all(server)
 
-    def _checked_adapter(self, tensors: dict[str, Tensor]) -> Adapter:
+    def _checked_adapter(self, tensors: dict[str, Tensor], weight_version: int) -> Adapter:
         if not tensors:
             raise WeightSyncError("The load contains no adapters. Every load must have the same adapters as the first.")
         for _ in self._adapters.checked([Bucket(tensors, is_last=True)]):
             pass
-        saved_name = self.versions.form.tuning.saved_name
-        return Adapter.of(
-            {saved_name(name): tensor.cpu() for name, tensor in ServerForm(self.dtype).tensors(Bucket(tensors))}
-        )
+        form, sent = self.versions.form, ServerForm(self.dtype).tensors(Bucket(tensors))
+        saved = {form.tuning.saved_name(name): tensor.cpu() for name, tensor in sent}
+        return Adapter.of(weight_version, saved, form.config)
 
     async def _load_adapter(self, adapter: Adapter, weight_version: int) -> SyncReport:
         versions = self.versions
         servers = SyncServers(self.fleet.in_state("routable"), self.timeouts.sync_s)
-        payload = await in_thread(payload_of, dict(adapter.tensors))
+        payload = await versions.pack(adapter)
         candidates = list(servers.left)
-        await servers.ask(lambda server: versions.give(server, weight_version, adapter, payload))
+        await servers.ask(lambda server: versions.give(server, adapter, payload))
         self._lose_failed(candidates, servers)
         if not servers.left:
             lost = "; ".join(f"{url}: {reason}" for url, reason in servers.lost.items())
@@ -100,7 +98,7 @@ class AdapterLoader(WeightLoader):
             )
         self.fleet.sessions.clear()
         for dropped in await versions.add(weight_version, adapter):
-            self.home.spawn(versions.remove(dropped))
+            self.home.spawn(versions.remove(dropped.name))
         loaded = {server.url: weight_version for server in servers.left}
         num_bytes = adapter.num_bytes * len(servers.left)
         return SyncReport(weight_version, versions=loaded, lost=servers.lost, num_bytes=num_bytes)
@@ -127,9 +125,9 @@ class AdapterDelivery(WeightDelivery):
     def parts_to_load(self, base_version: int) -> list[Part]:
         return ["added"] if base_version >= 0 else ["added", "base"]
 
-    def versions(self, fleet: ServerFleet, sync_s: float) -> AdapterVersions:
+    def versions(self, fleet: ServerFleet, source: ServerSource) -> AdapterVersions:
         assert self.form is not None
-        return AdapterVersions(fleet, self.form, timeout_s=sync_s)
+        return AdapterVersions(fleet, self.form, timeout_s=source.timeouts.sync_s)
 
 
 def _split(buckets: Iterable[Bucket], tuning: Tuning) -> tuple[dict[str, Tensor], Iterator[Bucket] | None]:
