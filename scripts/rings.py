@@ -36,7 +36,7 @@ LEAVES = {
         "algorithms/test_turns.py", "algorithms.md#credit-for-each-turn"),
     "Muon": Leaf("models/muon.py", 119, "Muon",
         "models/test_muon.py models/muon_run.py", "algorithms.md#muon"),
-    "bfloat16 moments": Leaf("models/bf16_adamw.py", 117, "lightrl.models.bf16_adamw.BF16AdamW",
+    "bfloat16 moments": Leaf("models/bf16_adamw.py", 123, "lightrl.models.bf16_adamw.BF16AdamW",
         "trainer/test_bf16_adamw.py", "algorithms.md#moments-in-bfloat16"),
     "quantization": Leaf("models/quantized.py", 150, "quantization",
         "trainer/test_quantized.py", "adapters-and-checkpoints.md#a-base-in-4-bits"),
@@ -62,7 +62,7 @@ LEAVES = {
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
         "serve-with-sglang.md#serve-rollouts-with-sglang"),
-    "vLLM": Leaf("engines/vllm", 650, "lightrl.VLLMEngine",
+    "vLLM": Leaf("engines/vllm", 659, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
     "fake engine": Leaf("engines/fake_engine.py", 298, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),

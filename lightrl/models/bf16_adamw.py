@@ -23,7 +23,7 @@ class BF16AdamW(torch.optim.AdamW):
     beta2=0.999 the second moment never decreases. Stochastic rounding keeps the expected value. It adds a relative
     standard deviation of at most 9% at beta2=0.999, 1.3% at 0.95, and half of that to the size of a step.
 
-    The random numbers are a function of step, parameter and element: a resumed run repeats them, replicas of a shard
+    The random numbers are a function of step, shape and element: a resumed run repeats them, replicas of a shard
     stay equal, and the number of ranks does not matter. Checkpoints are interchangeable with AdamW's.
 
     Source: stochastic rounding to bfloat16, https://arxiv.org/abs/2010.06192; the hash function of `random_bits`,
@@ -41,7 +41,12 @@ class BF16AdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state and keeps its moments in bfloat16; torch would convert them to the parameters' dtype."""
+        """Loads a state and keeps its moments in bfloat16; torch would convert them to the parameters' dtype.
+
+        Raises ValueError for a state with amsgrad or maximize.
+        """
+        if any(group.get("amsgrad") or group.get("maximize") for group in state_dict["param_groups"]):
+            raise ValueError("BF16AdamW has no amsgrad and no maximize, which this checkpoint's optimizer used.")
         super().load_state_dict({**state_dict, "state": {}})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -56,15 +61,16 @@ class BF16AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
-            for position, parameter in enumerate(group["params"]):
+        for group in self.param_groups:
+            for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
                     if not state:
                         state["step"] = torch.tensor(0.0)
                         state |= {name: torch.zeros_like(parameter, dtype=torch.bfloat16) for name in MOMENTS}
                     state["step"] += 1
-                    key = random.Random(f"{int(state['step'])} {number} {position}").getrandbits(32)
+                    # the same for the two copies of tied embeddings that pipeline stages train
+                    key = random.Random(f"{int(state['step'])} {tuple(parameter.shape)}").getrandbits(32)
                     _update(parameter, state, group, key)
         return loss
 
@@ -77,7 +83,7 @@ def _update(parameter: Tensor, state: dict[str, Any], group: dict[str, Any], key
     tensors = [parameter, parameter.grad, *(state[name] for name in MOMENTS)]
     if isinstance(parameter, DTensor):
         tensors = [item.to_local() for item in tensors]
-        offsets = list(parameter.__create_chunk_list__()[0].offsets)  # type: ignore[no-untyped-call]
+        offsets = list(parameter.__create_chunk_list__()[0].offsets) or [0]  # type: ignore[no-untyped-call]
     tensors = [item.view(item.shape or (1,)) for item in tensors]
     chunk = _CPU_CHUNK if tensors[0].device.type == "cpu" else _CHUNK
     num_rows = max(1, chunk // max(1, math.prod(tensors[0].shape[1:])))

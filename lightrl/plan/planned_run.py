@@ -300,7 +300,7 @@ def _moment_bytes(module: Any, dtype: torch.dtype) -> float | None:
     weight.grad = torch.ones_like(weight)
     try:
         optimizer = instantiate_class(([weight],), arguments[1])
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices=()):
             optimizer.step()
     except Exception:  # noqa: BLE001  # the section names any class
         return None

@@ -43,7 +43,10 @@ class AdapterFolders(AdapterVersions):
 
     async def give(self, server: Server, adapter: Adapter, payload: str) -> None:
         assert isinstance(server.client, VLLMClient)
-        if problem := too_small(await server.client.lora_config(), self.form.server_args):
+        started = await server.client.lora_config()
+        if started is not None and "target_modules" in started:
+            started["lora_target_modules"] = started["target_modules"]
+        if problem := unfit(started, self.form.server_args):
             raise EngineError(f"{server.url} was started with {problem} for this policy's adapters.")
         await super().give(server, adapter, payload)
 
@@ -55,10 +58,12 @@ class AdapterFolders(AdapterVersions):
             for other in self.root.iterdir():
                 if other.name not in {*names, folder.name, unfinished.name}:
                     shutil.rmtree(other, ignore_errors=True)
-            if not folder.exists():
-                (unfinished / "adapter_config.json").write_text(json.dumps(self.form.config), encoding="utf-8")
-                content = save(dict(adapter.tensors), metadata={"format": "pt"})
-                (unfinished / "adapter_model.safetensors").write_bytes(content)
+            content = save(dict(adapter.tensors), metadata={"format": "pt"})
+            files = {"adapter_config.json": json.dumps(self.form.config).encode(), "adapter_model.safetensors": content}
+            if not all((folder / name).is_file() and (folder / name).read_bytes() == files[name] for name in files):
+                shutil.rmtree(folder, ignore_errors=True)  # cut off when its host lost power
+                for name in files:
+                    (unfinished / name).write_bytes(files[name])
                 unfinished.rename(folder)
         except OSError as error:
             raise WeightSyncError(f"The adapters could not be written to {folder}: {error}.") from error
@@ -100,11 +105,15 @@ class FolderDelivery(AdapterDelivery):
         return AdapterFolders(fleet, self.form, timeout_s=source.timeouts.sync_s, root=root)
 
 
-def too_small(started: Mapping[str, Any] | None, needed: Mapping[str, Any]) -> str:
-    """Describes the first argument that `started` has and that is smaller than needed; "" if there is none."""
+def unfit(started: Mapping[str, Any] | None, needed: Mapping[str, Any]) -> str:
+    """Describes the first argument of `started` with which vLLM cannot serve the adapters; "" if there is none."""
     if started is None:
         return "enable_lora=False instead of True"
-    for name in needed.keys() & {"max_lora_rank", "max_loras"}:
-        if int(started.get(name, needed[name])) < needed[name]:
-            return f"{name}={started[name]} instead of at least {needed[name]}"
+    for name, value in needed.items():
+        given = started.get(name, value)
+        if isinstance(value, list):  # vLLM ignores adapters of other layers, and wraps all layers without a list
+            if not isinstance(given, list) or set(value) - set(given) or "lm_head" in given:
+                return f"{name}={given} instead of {value}"
+        elif given is None or int(given) < value:
+            return f"{name}={given} instead of {'' if value is True else 'at least '}{value}"
     return ""

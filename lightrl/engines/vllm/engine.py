@@ -16,7 +16,7 @@ from lightrl.columns import ROUTES
 from lightrl.engines.servers.client import GroupPlace
 from lightrl.engines.servers.engine import ServerEngine, ServerSettings
 from lightrl.engines.servers.sync.transports import BroadcastTransport
-from lightrl.engines.vllm.adapters import FolderDelivery, too_small
+from lightrl.engines.vllm.adapters import FolderDelivery, unfit
 from lightrl.engines.vllm.client import VLLMClient
 from lightrl.engines.vllm.command import VLLMProcess
 from lightrl.trajectory import Sampling
@@ -108,7 +108,7 @@ class VLLMEngine(ServerEngine):
         args = self.process_type.named(self.source.args)
         if args.get("quantization"):
             self.delivery.check_loads_whole("server_args.quantization")
-        if problem := too_small(args, self.delivery.start_args()):
+        if problem := unfit(args, self.delivery.start_args()):
             raise ValueError(f"server_args has {problem}, which max_staleness and lora need. Change it, or omit it.")
 
     def check_sampling(self, sampling: Sampling) -> None:

@@ -49,6 +49,7 @@ NAME = "lightrl_packed"  # name of this attention in transformers' registry
 # Cost of one more SDPA call, in tokens. Padding with fewer tokens is cheaper than a call.
 _CALL_OVERHEAD_TOKENS = 64
 _BLOCK = 128  # block size of flex attention
+_SHORT_ROW = 192  # most keys for which attention and its gradient take a CPU longer in bfloat16 than in float32
 # Relative to the largest value. Rounding errors are smaller than this; attending to wrong tokens has a larger effect.
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
@@ -263,19 +264,18 @@ def attend(
             raise NotPackable(f"{type(module).__name__} did not get the starts of the trajectories of a packed row.")
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
-        return plain
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
     extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
         raise NotPackable(f"Packed rows support only causal attention, without {', '.join(extra) or 'dropout'}.")
     group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
     dtype = _compute_dtype(device := query.device.type, value.dtype)
-    accurate = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype  # and faster for short rows
+    is_short = device == "cpu" and packed_rows.longest_keys <= _SHORT_ROW
+    accurate = torch.promote_types(dtype, torch.float32) if is_short else dtype
     query, key, value = query.to(accurate), key.to(accurate), value.to(accurate)
     if group is not None:
         query, key, value = exchange(query, group), exchange(key, group), exchange(value, group)
-    if window is not None and window >= packed_rows.longest_keys:
-        window = None
+    window = window if window is not None and window < packed_rows.longest_keys else None
     if keys is not None:
         key, value = key.index_select(2, keys), value.index_select(2, keys)
     sizes = query.shape[-1], value.shape[-1]

@@ -140,25 +140,36 @@ class Prefixes(NamedTuple):
     def chunks(self, max_tokens: int) -> list[Prefixes]:
         """Divides the rows into trees of at most `max_tokens` tokens, or of one longer row.
 
-        Branches that begin at the same position are combined into as few trees as possible, each of which repeats the
-        tokens before them. A branch that is too large is divided in the same way.
+        Each tree is cut in the order of its rows, or its branches are combined, whichever repeats fewer tokens.
         """
+        starts = [index for index, shared in enumerate(self.shared) if not shared]
+        trees = [self._part(*bounds) for bounds in pairwise([*starts, len(self.order)])]
+        options = [(tree._in_order(max_tokens), tree._in_bins(max_tokens)) for tree in trees]
+        return [part for option in options for part in min(option, key=lambda parts: sum(map(Prefixes._size, parts)))]
+
+    def _size(self) -> int:
+        return sum(self.ends) - sum(self.shared)
+
+    def _in_order(self, max_tokens: int) -> list[Prefixes]:
+        starts, num_tokens = [0], 0
+        for index, (shared, end) in enumerate(zip(self.shared, self.ends, strict=True)):
+            num_tokens += end - shared
+            if index and num_tokens > max_tokens:
+                starts.append(index)
+                num_tokens = end
+        return [self._part(*bounds) for bounds in pairwise([*starts, len(self.order)])]
+
+    def _in_bins(self, max_tokens: int) -> list[Prefixes]:
+        """Combines branches that begin after the tokens that all rows share; cuts a branch that is too large."""
+        common = min(self.shared[1:], default=0)
+        cuts = [index for index, shared in enumerate(self.shared) if index == 0 or shared == common]
+        branches = [self._part(*bounds) for bounds in pairwise([*cuts, len(self.order)])]
         parts: list[Prefixes] = []
-        rest = [self]
-        while rest:
-            order, starts, ends = rest.pop()
-            common = min(starts[1:], default=ends[0])  # with 0, the branches are trees of their own
-            starts = [common, *starts[1:]]
-            cuts = [*(index for index, start in enumerate(starts) if start == common), len(order)]
-            branches = [range(*bounds) for bounds in pairwise(cuts)]
-            sizes = [sum(ends[index] - starts[index] for index in branch) for branch in branches]
-            limit = max(0, max_tokens - common) if common else 0
-            for picked in bins(sizes, limit):
-                rows = [row for index in picked for row in branches[index]]
-                shared = [0, *(starts[row] for row in rows[1:])]
-                is_large = len(rows) > 1 and sum(sizes[index] for index in picked) > limit
-                part = Prefixes([order[row] for row in rows], shared, [ends[row] for row in rows])
-                (rest if is_large else parts).append(part)
+        for picked in bins([branch._size() - common for branch in branches], max(0, max_tokens - common)):
+            chosen = [branches[index] for index in picked]
+            order, ends = ([number for branch in chosen for number in branch[at]] for at in (0, 2))
+            shared = [number for branch in chosen for number in (common, *branch.shared[1:])]
+            parts += Prefixes(order, [0, *shared[1:]], ends)._in_order(max_tokens)
         return parts
 
     def packed_chunks(self, max_tokens: int) -> Iterator[Prefixes]:

@@ -126,9 +126,10 @@ class AdapterVersions(ServedVersions):
     async def give(self, server: Server, adapter: Adapter, payload: str) -> None:
         """Removes unused adapters, loads an adapter under its name, and checks that the server lists it."""
         client, name = cast(AdapterClient, server.client), adapter.name
-        for other in await adapters_of(server):
-            if other.startswith(_PREFIX) and other not in self.names() - {name}:  # left over, for example by a run
-                await client.unload_adapter(other, timeout_s=self.timeout_s)
+        kept = self.names() - {name}  # before listing, because `remove` may unload others in the meantime
+        left = [other for other in await adapters_of(server) if other.startswith(_PREFIX) and other not in kept]
+        unloads = (client.unload_adapter(other, timeout_s=self.timeout_s) for other in left)
+        await asyncio.gather(*unloads, return_exceptions=True)
         payloads = [payload] * await num_ranks(server)
         await client.load_adapter(name, self.form.config, payloads, dict(adapter.checksums), timeout_s=self.timeout_s)
         if name not in await adapters_of(server):
@@ -150,7 +151,7 @@ class AdapterVersions(ServedVersions):
             problem = "%d requests with adapter %s still run on %s, timeouts.sync_s=%g s after an abort. %s"
             log.warning(problem, len(requests), name, urls, self.timeout_s, "The next load removes the adapter.")
             return
-        for server in self.fleet.in_state("routable"):
+        for server in self.fleet.in_state("routable") if name not in self.names() else ():
             with contextlib.suppress(EngineError):  # the server may have been lost in the meantime
                 await cast(AdapterClient, server.client).unload_adapter(name, timeout_s=self.timeout_s)
 
