@@ -219,6 +219,9 @@ class LoRA(Tuning):
         """
         wrappers: list[Any] = [module for module in experts.modules() if hasattr(module, "parameter_name")]
         base = unwrapped(experts)
+        for name in (wrapper.parameter_name for wrapper in wrappers):
+            if base._parameters[name].dim() < 3:
+                raise ValueError(f"ep divides 3-D parameters of experts. Remove {name!r} from lora.target_parameters.")
         forward = base.forward
 
         def forward_adapted(*args: Any, **kwargs: Any) -> Any:

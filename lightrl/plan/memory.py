@@ -226,6 +226,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
         gathered = cost.gathered_bytes if is_trained else cost.gathered_bytes / 2
         activations = cost.activation_bytes if is_trained else activations / role.tp
         logits = logits / role.tp
+    merged = sum(layer.num * layer.merged for layer in size.layers) / ep / role.pp
+    activations += compute * merged / (size.num_layers / role.pp if checkpoints else 1)
     trained_width = 4 if role.trained < role.parameters else role.width  # adapters are float32 on any base
     trained = trained_width * role.trained * share
     quantized = role.in_4_bits * (share / 2 + _SCALE_BYTES)

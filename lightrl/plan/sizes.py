@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightrl.models.moe import moe_blocks, num_experts, router_of
+from lightrl.models.tuning import unwrapped
 from lightrl.strategies.layouts.probes import decoder_layers
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class LayerSize:
     expert_parameters: int = 0  # in all routed experts together
     experts: int = 0
     expert_width: int = 0  # intermediate size of one routed expert
+    merged: int = 0  # experts' parameters that are merged with adapters, a copy that the backward pass keeps
 
     def gathered(self, ep: int = 1) -> float:
         """Returns how many parameters a rank gathers for the layer; with `ep`, it gathers only its own experts."""
@@ -104,11 +106,12 @@ def _layer_size(layer: nn.Module, config: PretrainedConfig) -> LayerSize:
     if not blocks:
         return LayerSize(1, total, config.intermediate_size)
     (block, *_) = blocks.values()
-    experts: Any = block.experts
+    experts: Any = unwrapped(block.experts)
     number, routed = num_experts(block), sum(parameter.numel() for parameter in experts.parameters())
-    others = [part for part in block.children() if part is not experts and part is not router_of(block)]
+    others = [part for part in block.children() if part is not block.experts and part is not router_of(block)]
     shared = sum(parameter.numel() for part in others for parameter in part.parameters())
     is_layer = block is layer  # then the layer also has a dense MLP
     width = config.intermediate_size if is_layer else round(shared / (3 * config.hidden_size))
     expert_width = round(routed / (3 * config.hidden_size * number))
-    return LayerSize(1, total - routed, width, routed, number, expert_width)
+    merged = routed if experts is not block.experts else 0
+    return LayerSize(1, total - routed, width, routed, number, expert_width, merged)

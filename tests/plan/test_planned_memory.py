@@ -251,6 +251,21 @@ def test_divided_experts_are_gathered_by_their_own_ranks_alone() -> None:
     assert costs[1].weights == costs[2].weights
 
 
+def test_merged_experts_are_kept_for_the_backward_pass() -> None:
+    """Two layers of four experts, whose gates and ups are [48, 32]; a checkpointed layer keeps only its own."""
+    kept = {}
+    for targets in ((), ("mlp.experts.gate_up_proj",)):
+        lora = LoRA(rank=2, target_modules=("q_proj",), target_parameters=targets)
+        policy = Role(moe_spec(max_position_embeddings=256), lora=lora)
+        run = plan_of(GRPO(policy, reward=len, group_size=8, microbatch_tokens=64))
+        for checkpoints in (False, True):
+            run = replace(run, checkpoint_activations=checkpoints)
+            kept[bool(targets), checkpoints] = role_cost(run, run.roles[0]).activations
+    for checkpoints, num_layers in ((False, 2), (True, 1)):
+        more = kept[True, checkpoints] - kept[False, checkpoints]
+        assert 2 * num_layers * 4 * 4 * (48 * 32 + 32 * 24) >= more >= num_layers * 4 * 4 * 48 * 32
+
+
 def fsdp2_alone(run: PlannedRun) -> str | None:
     return "not in this test" if run.layout == "3D" else None
 
