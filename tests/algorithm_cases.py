@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -38,55 +38,42 @@ from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Sampling
 
 TOPK = 4
-
+REFERENCE = ReferenceKL(0.1, tiny_spec(seed=1))
 ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "GRPO": GRPO,
-    "GRPO decoupled": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(cap=2.0), **kwargs),
-    "GRPO with KL and entropy": lambda *args, **kwargs: GRPO(
-        *args, reference=ReferenceKL(0.1, tiny_spec(seed=1)), entropy_coef=0.02, dual_clip=3.0, **kwargs
-    ),
-    "GRPO by sequence": lambda *args, **kwargs: GRPO(
-        *args, decoupled=ImportanceWeights(level="sequence"), ratio_level="sequence", **kwargs
-    ),
+    "GRPO decoupled": partial(GRPO, decoupled=ImportanceWeights(cap=2.0)),
+    "GRPO with KL and entropy": partial(GRPO, reference=REFERENCE, entropy_coef=0.02, dual_clip=3.0),
+    "GRPO by sequence": partial(GRPO, decoupled=ImportanceWeights(level="sequence"), ratio_level="sequence"),
     "GRPO with score centering": lambda *args, **kwargs: GRPO(
         *args, **{**kwargs, "sampling": replace(kwargs["sampling"], topk_logprobs=TOPK)}, score_centering=True
     ),
-    "GDPO": lambda *args, **kwargs: GDPO(*args, reward_weights={"right": 1.0, "short": 0.5}, **kwargs),
+    "GDPO": partial(GDPO, reward_weights={"right": 1.0, "short": 0.5}),
     "DrGRPO": DrGRPO,
-    "DAPO": lambda *args, **kwargs: DAPO(*args, overlong_penalty=OverlongPenalty(4), **kwargs),
+    "DAPO": partial(DAPO, overlong_penalty=OverlongPenalty(4)),
     "RLOO": RLOO,
     "ReinforceBaseline": ReinforceBaseline,
-    "GSPO": lambda *args, **kwargs: GSPO(*args, clip_low=0.1, clip_high=0.1, **kwargs),
+    "GSPO": partial(GSPO, clip_low=0.1, clip_high=0.1),
     "CISPO": CISPO,
     "SAPO": SAPO,
     "LitePPO": LitePPO,
-    "ReinforcePlusPlus": lambda *args, **kwargs: ReinforcePlusPlus(
-        *args, reference=ReferenceKL(0.1, tiny_spec(seed=1)), **kwargs
-    ),
-    "M2PO": lambda *args, **kwargs: M2PO(*args, second_moment_threshold=0.02, **kwargs),
+    "ReinforcePlusPlus": partial(ReinforcePlusPlus, reference=REFERENCE),
+    "M2PO": partial(M2PO, second_moment_threshold=0.02),
     "OAPL": OAPL,
     "TOPR": TOPR,
-    "DPPO": lambda *args, **kwargs: DPPO(*args, max_nats=0.01, **kwargs),
-    "GRPO with a guessed proximal policy": lambda *args, **kwargs: GRPO(
-        *args, decoupled=ImportanceWeights(approximate_proximal=True), **kwargs
+    "DPPO": partial(DPPO, max_nats=0.01),
+    "GRPO with a guessed proximal policy": partial(GRPO, decoupled=ImportanceWeights(approximate_proximal=True)),
+    "IcePop": partial(GRPO, decoupled=ImportanceWeights(floor=0.8, cap=1.25)),
+    "TIS": partial(GRPO, decoupled=ImportanceWeights(cap=1.2, mode="clamp")),
+    "GRPO by the product of a trajectory's weights": partial(
+        GRPO, decoupled=ImportanceWeights(cap=1.5, level="product")
     ),
-    "IcePop": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(floor=0.8, cap=1.25), **kwargs),
-    "TIS": lambda *args, **kwargs: GRPO(*args, decoupled=ImportanceWeights(cap=1.2, mode="clamp"), **kwargs),
-    "GRPO by the product of a trajectory's weights": lambda *args, **kwargs: GRPO(
-        *args, decoupled=ImportanceWeights(cap=1.5, level="product"), **kwargs
-    ),
-    "GRPO with k2": lambda *args, **kwargs: GRPO(*args, reference=ReferenceKL(0.1, tiny_spec(seed=1), "k2"), **kwargs),
-    "PPO": lambda *args, **kwargs: PPO(*args, lam=0.9, huber_delta=0.5, **kwargs),
-    "PPO decoupled": lambda *args, **kwargs: PPO(*args, decoupled=ImportanceWeights(cap=2.0), **kwargs),
-    "PPO on one body": lambda *args, **kwargs: PPO(*args, critic="shared", decoupled=True, value_clip=None, **kwargs),
-    "Distillation": lambda *args, **kwargs: Distillation(*args, teacher=tiny_spec(seed=1), **kwargs),
-    "Distillation of the likeliest tokens": lambda *args, **kwargs: Distillation(
-        *args,
-        teacher=tiny_spec(seed=1),
-        teacher_topk=TOPK,
-        divergence="jsd",
-        reward_coef=0.5,
-        **{"group_size": 3, **kwargs},
+    "GRPO with k2": partial(GRPO, reference=replace(REFERENCE, estimator="k2")),
+    "PPO": partial(PPO, lam=0.9, huber_delta=0.5),
+    "PPO decoupled": partial(PPO, decoupled=ImportanceWeights(cap=2.0)),
+    "PPO on one body": partial(PPO, critic="shared", decoupled=True, value_clip=None),
+    "Distillation": partial(Distillation, teacher=tiny_spec(seed=1)),
+    "Distillation of the likeliest tokens": partial(
+        Distillation, teacher=tiny_spec(seed=1), teacher_topk=TOPK, divergence="jsd", reward_coef=0.5, group_size=3
     ),
 }
 # Their baseline or deviation is the batch's: a constant that all rewards get changes no advantage, a group's own does.

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from lightrl.commands.cli import LightRLCLI
 
 
@@ -30,3 +32,11 @@ def parsed(*args: str) -> Any:
     except _ParsedError as done:
         return done.args[0][args[0]]
     raise AssertionError("the command line was not parsed")
+
+
+def printed_config(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What `lightrl <args> --print_config` prints."""
+    with pytest.raises(SystemExit) as done:
+        parsed(*args, "--print_config")
+    assert done.value.code == 0
+    return capsys.readouterr().out

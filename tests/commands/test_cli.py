@@ -15,7 +15,7 @@ import forked
 import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
-from parsed import parsed
+from parsed import parsed, printed_config
 
 import lightrl
 from lightrl.commands import convert
@@ -24,13 +24,6 @@ from lightrl.commands.console import reported, silence_irrelevant
 from lightrl.commands.main import COMMANDS, main
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.errors import OtherRankFailed
-
-
-def printed_config(capsys, *args):
-    with pytest.raises(SystemExit) as done:
-        parsed(*args, "--print_config")
-    assert done.value.code == 0
-    return capsys.readouterr().out
 
 
 def test_a_printed_config_parses_to_the_same(settings, config, capsys):

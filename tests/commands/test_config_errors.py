@@ -6,7 +6,7 @@ from pathlib import Path
 import lightning
 import pytest
 import yaml
-from parsed import parsed
+from parsed import parsed, printed_config
 
 from lightrl.commands.config_layers import UsageError
 
@@ -78,15 +78,6 @@ def test_a_wrong_callback_is_named_where_a_file_adds_to_the_list(settings, confi
     message = r"^trainer\.callbacks\+\[0\]\.class_path=StalnessControl \(more\.yaml:3\).*mean StalenessControl\?$"
     with pytest.raises(UsageError, match=message):
         parsed("fit", "--config", config(settings), "--config", more)
-
-
-def test_a_setting_that_a_nested_class_lacks_is_named_with_this_class(settings, config):
-    workflow = {"class_path": "MultiTurn", "init_args": {"environment": "RetryWithFeedback"}}
-    settings["model"]["init_args"]["workflow"] = workflow
-    with pytest.raises(
-        UsageError, match=r"^model\.workflow\.max_turn is not a setting of .*MultiTurn \(on the command"
-    ):
-        parsed("fit", "--config", config(settings), "--model.workflow.max_turn", "3")
 
 
 def test_an_error_of_yaml_names_the_file_or_the_flag(settings, config):
@@ -169,42 +160,37 @@ def test_a_role_may_be_a_path_a_model_or_a_role_with_settings(settings, config):
 
 
 @pytest.mark.parametrize(
-    ("workflow", "message"),
+    ("workflow", "flag", "message"),
     [
-        pytest.param("MultTurn", r"=MultTurn \(run\.yaml:\d+\): no class has this name", id="name"),
-        pytest.param({"class_path": "MultiTurn"}, r"lightrl\.MultiTurn needs .*\.init_args\.environment", id="missing"),
-        pytest.param({"max_turn": 3}, r"\.max_turn is not a setting of .*MultiTurn \(run\.yaml:\d+\)", id="key"),
-        pytest.param({"max_turns": "three"}, r"\.max_turns must be an integer, got 'three' \(run\.yaml:", id="type"),
-        pytest.param(
+        ("MultTurn", "", r"=MultTurn \(run\.yaml:\d+\): no class has this name"),
+        ({"class_path": "MultiTurn"}, "", r"lightrl\.MultiTurn needs .*\.init_args\.environment"),
+        ({"max_turn": 3}, "", r"\.max_turn is not a setting of .*MultiTurn \(run\.yaml:\d+\)"),
+        ({"max_turns": "three"}, "", r"\.max_turns must be an integer, got 'three' \(run\.yaml:"),
+        (
             {"environment": {"class_path": "ToolEnvironment", "init_args": {"tool": []}}},
+            "",
             r"workflow\.init_args\.environment\.init_args\.tool is not a setting of lightrl\.ToolEnvironment",
-            id="within the environment",
         ),
+        (
+            {},
+            "--model.workflow.max_turn",
+            r"^model\.workflow\.max_turn is not a setting of .*MultiTurn \(on the command",
+        ),
+        ({}, "--model.init_args.lrr", r"^model\.init_args\.lrr is not a setting"),
     ],
+    ids=["name", "missing", "key", "type", "within the environment", "flag", "needs no tokenizer"],
 )
-def test_a_workflow_is_checked_against_its_signature_like_a_model(settings, config, workflow, message):
+def test_a_workflow_is_checked_against_its_signature_like_a_model(settings, config, workflow, flag, message):
     if isinstance(workflow, dict) and "class_path" not in workflow:
         workflow = {"class_path": "MultiTurn", "init_args": {"environment": "RetryWithFeedback", **workflow}}
     settings["model"]["init_args"]["workflow"] = workflow
     with pytest.raises(UsageError, match=message):
-        parsed("fit", "--config", config(settings))
-
-
-def test_a_workflow_needs_no_tokenizer_which_the_policy_gives(settings, config):
-    settings["model"]["init_args"]["workflow"] = {
-        "class_path": "MultiTurn",
-        "init_args": {"environment": "RetryWithFeedback"},
-    }
-    settings["model"]["init_args"]["lrr"] = 1
-    with pytest.raises(UsageError, match=r"^model\.init_args\.lrr is not a setting"):
-        parsed("fit", "--config", config(settings))
+        parsed("fit", "--config", config(settings), *([flag, "3"] if flag else []))
 
 
 def test_the_quickstart_with_servers_has_at_most_122_settings_of_ours(capsys):
     files = [argument for name in ("grpo", "sglang_cpu") for argument in ("--config", f"{QUICKSTART}/{name}.yaml")]
-    with pytest.raises(SystemExit):
-        parsed("fit", *files, "--print_config")
-    printed = yaml.safe_load(capsys.readouterr().out)
+    printed = yaml.safe_load(printed_config(capsys, "fit", *files))
     lightnings = set(inspect.signature(lightning.Trainer).parameters) - {"callbacks"}
     printed["trainer"] = {name: value for name, value in printed["trainer"].items() if name not in lightnings}
     sections = ("trainer", "model", "data", "logging", "launch")

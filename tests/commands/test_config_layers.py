@@ -12,7 +12,7 @@ import torch
 import yaml
 from chat_texts import CHATML, chat_tokenizer
 from jsonargparse import get_loader
-from parsed import BuildingOnly, BuiltError, parsed
+from parsed import BuildingOnly, BuiltError, parsed, printed_config
 
 from lightrl.commands.cli import LightRLCLI
 from lightrl.commands.config_errors import value_of_text
@@ -122,9 +122,8 @@ def test_a_second_file_adds_callbacks_to_those_of_the_first(settings, config):
 )
 def test_a_string_stays_the_source_of_what_flags_add_to_it(train, flags, expected, settings, config, capsys):
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": train, "batch_size": 2}}
-    with pytest.raises(SystemExit):
-        LightRLCLI(["fit", "--config", config(settings), *flags, "--print_config"])
-    source = yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"]
+    printed = yaml.safe_load(printed_config(capsys, "fit", "--config", config(settings), *flags))
+    source = printed["data"]["init_args"]["train"]
     assert {name: source[name] for name in expected} == expected
 
 
@@ -169,9 +168,8 @@ def test_a_later_file_replaces_the_models_path_by_null(settings, config, capsys)
     settings["model"]["init_args"]["policy"] = "some/model"
     small = {"path": None, "config": {"model_type": "qwen3"}}
     later = config({"model": {"init_args": {"policy": small}}}, "small.yaml")
-    with pytest.raises(SystemExit):
-        LightRLCLI(["fit", "--config", config(settings), "--config", later, "--print_config"])
-    spec = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["policy"]
+    printed = printed_config(capsys, "fit", "--config", config(settings), "--config", later)
+    spec = yaml.safe_load(printed)["model"]["init_args"]["policy"]
     assert (spec["path"], spec["config"]) == (None, {"model_type": "qwen3"})
 
 
@@ -215,9 +213,7 @@ def test_a_flag_for_a_text_is_what_was_typed_and_reads_back_from_the_saved_file(
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
     flags = [f"--data.system_prompt={text}", f"--data.init_args.answer_column={text}"]
     for args in (["--config", config(settings), *flags], ["--config", "saved.yaml"]):
-        with pytest.raises(SystemExit):
-            LightRLCLI(["fit", *args, "--print_config"])
-        printed = capsys.readouterr().out
+        printed = printed_config(capsys, "fit", *args)
         values = yaml.safe_load(printed)["data"]["init_args"]
         assert (values["system_prompt"], values["answer_column"]) == (text, text)
         Path("saved.yaml").write_text(printed)
@@ -306,9 +302,7 @@ def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
     settings["data"]["init_args"]["system_prompt"] = "null"
     for path in (config(settings), "saved.yaml"):
-        with pytest.raises(SystemExit):
-            LightRLCLI(["fit", "--config", path, "--print_config"])
-        printed = capsys.readouterr().out
+        printed = printed_config(capsys, "fit", "--config", path)
         values = yaml.safe_load(printed)
         assert values["model"]["init_args"]["reward"]["arguments"] == arguments
         assert values["data"]["init_args"]["system_prompt"] == "null"
@@ -320,9 +314,8 @@ def test_a_text_of_a_file_is_that_text_where_a_setting_takes_anything_and_stays_
 @pytest.mark.parametrize("text", ["[strict]", "{question}", "- a", "a: b", "null and void", "{a: 1}", "# a"])
 def test_a_flag_for_a_part_of_a_source_that_is_a_string_is_what_was_typed(text, settings, config, capsys):
     settings["data"] = {"class_path": "PromptDataModule", "init_args": {"train": "a.jsonl", "batch_size": 2}}
-    with pytest.raises(SystemExit):
-        LightRLCLI(["fit", "--config", config(settings), f"--data.train.source={text}", "--print_config"])
-    assert yaml.safe_load(capsys.readouterr().out)["data"]["init_args"]["train"]["source"] == text
+    printed = printed_config(capsys, "fit", "--config", config(settings), f"--data.train.source={text}")
+    assert yaml.safe_load(printed)["data"]["init_args"]["train"]["source"] == text
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,6 @@ def test_an_image_that_becomes_a_grid_has_a_token_for_each_square_of_its_patches
     assert table.pixel_values.shape == (48, 3 * 2 * 4 * 4)
 
 
-def test_images_that_become_grids_need_something_between_them(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Line 1 of .* has two adjacent images"):
-        prompts_of([{"image": [RED, BLUE], "question": "1"}], tmp_path, image_column="image", family="qwen2_5_vl")
-
-
 @pytest.mark.parametrize("template", [None, "{% for part in messages[0].content %}{{ part.text or '+' }}{% endfor %}"])
 def test_gemma_3_reads_line_breaks_and_two_tokens_around_those_of_an_image(tmp_path: Path, template):
     (prompt,) = prompts_of(
@@ -87,22 +82,19 @@ def test_a_chat_template_writes_the_image_token(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "policy", "problem"),
     [
-        ({"image": "none.png", "question": "1"}, "image '.*none.png' does not exist"),
-        ({"image": "https://a/b.png", "question": "1"}, "Line 1 of .* not a web address"),
-        ({"question": "1"}, "image"),
+        ({"image": "none.png"}, {}, "image '.*none.png' does not exist"),
+        ({"image": "https://a/b.png"}, {}, "Line 1 of .* not a web address"),
+        ({}, {}, "image"),
+        ({"image": RED}, {"sees": False}, r"Line 1 of .*accepts only token ids"),
+        ({"image": [RED, BLUE]}, {"family": "qwen2_5_vl"}, r"Line 1 of .* has two adjacent images"),
     ],
-    ids=["no file", "a web address", "no column"],
+    ids=["no file", "a web address", "no column", "no images in the policy", "grids with nothing between them"],
 )
-def test_an_image_that_is_not_there_is_said_before_the_run(tmp_path: Path, row, problem):
+def test_an_image_that_cannot_be_read_is_said_before_the_run(tmp_path: Path, row, policy, problem):
     with pytest.raises(ValueError, match=problem):
-        prompts_of([row], tmp_path, image_column="image")
-
-
-def test_a_policy_without_images_refuses_them_before_the_run(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"Line 1 of .*accepts only token ids"):
-        prompts_of([{"image": RED, "question": "1"}], tmp_path, image_column="image", sees=False)
+        prompts_of([{"question": "1", **row}], tmp_path, image_column="image", **policy)
 
 
 def test_each_image_part_needs_one_image():

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -278,11 +279,8 @@ def test_advantages_may_give_further_keys() -> None:
     assert torch.equal(scored.returns, torch.where(experience.loss_mask, found, 0.0))
 
 
-def executed(calls: list[ModelCall], run: Any) -> dict[str, Any]:
-    def add(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-        return {**state, **more}
-
-    return CallRun(graph(*calls), {"token_ids": 0}, run, add).finish()
+def executed(calls: list[ModelCall], run: Any, **options: Any) -> dict[str, Any]:
+    return CallRun(graph(*calls), {"token_ids": 0}, run, lambda state, more: {**state, **more}, **options).finish()
 
 
 def test_each_call_runs_once_and_sees_what_it_needs() -> None:
@@ -343,34 +341,30 @@ def test_who_does_not_answer_in_time_is_named() -> None:
     never.set()
 
 
-def test_a_function_that_needs_another_starts_while_the_trainer_works() -> None:
-    """The trainer's call ends only when the second function has started."""
+NEEDS_SLOW = ModelCall("needs slow", "policy", "infer", ("slow",), ("values",))
+NEEDS_FAST = ModelCall("needs fast", "policy", "infer", ("fast",), ("proximal_logprobs",))
+
+
+@pytest.mark.parametrize(
+    ("waits", "starts", "calls"),
+    [
+        (REFERENCE.name, "second", [REFERENCE, own("first"), own("second", "first")]),
+        ("slow", NEEDS_FAST.name, [own("slow"), own("fast"), NEEDS_SLOW, NEEDS_FAST]),
+    ],
+    ids=["a function that needs another, while the trainer works", "the trainer takes what is ready first"],
+)
+def test_what_has_all_it_needs_starts_while_others_run(waits: str, starts: str, calls: list[ModelCall]) -> None:
+    """The call that waits ends only when the other one has started."""
     has_started = threading.Event()
 
     def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
-        if call.name == "second":
+        if call.name == starts:
             has_started.set()
-        if call.role is not None:
+        if call.name == waits:
             assert has_started.wait(600)
         return dict.fromkeys(call.outputs, 1)
 
-    assert "second" in executed([REFERENCE, own("first"), own("second", "first")], run)
-
-
-def test_the_trainer_takes_what_is_ready_first() -> None:
-    """The slow function ends only when the call that needs the fast one has run."""
-    ran = threading.Event()
-
-    def run(call: ModelCall, state: Mapping[str, Any]) -> dict[str, Any]:
-        if call.name == "slow":
-            assert ran.wait(600)
-        if call.name == "needs fast":
-            ran.set()
-        return dict.fromkeys(call.outputs, 1)
-
-    needs_slow = ModelCall("needs slow", "policy", "infer", ("slow",), ("values",))
-    needs_fast = ModelCall("needs fast", "policy", "infer", ("fast",), ("proximal_logprobs",))
-    assert "values" in executed([own("slow"), own("fast"), needs_slow, needs_fast], run)
+    assert executed(calls, run).keys() == {"token_ids"} | {key for call in calls for key in call.outputs}
 
 
 def test_what_is_done_is_not_run_again() -> None:
@@ -380,8 +374,7 @@ def test_what_is_done_is_not_run_again() -> None:
         ran.append(call.name)
         return dict.fromkeys(call.outputs, 1)
 
-    calls = graph(own("judge"), AFTER, REFERENCE)
-    CallRun(calls, {}, run, lambda state, more: {**state, **more}, left_out=("judge",)).finish()
+    executed([own("judge"), AFTER, REFERENCE], run, left_out=("judge",))
     assert ran == ["reference", "after"]
 
 
@@ -401,14 +394,8 @@ def on_two_ranks(calls: list[ModelCall], runs_on: Mapping[str, list[int]], run: 
             both.wait(600)
             return shared[call.name]
 
-        found[rank] = CallRun(
-            graph(*calls),
-            {"token_ids": 0},
-            lambda call, state: run(rank, call, state),
-            lambda state, more: {**state, **more},
-            runs_here=lambda call: rank in runs_on[call.name],
-            share=share,
-        ).finish()
+        runs_here = {"runs_here": lambda call: rank in runs_on[call.name], "share": share}
+        found[rank] = executed(calls, partial(run, rank), **runs_here)
 
     found: list[dict[str, Any]] = [{}, {}]
     threads = [threading.Thread(target=rank_ends_with, args=(rank, found), daemon=True) for rank in range(2)]

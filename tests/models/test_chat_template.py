@@ -196,22 +196,18 @@ def test_special_tokens_that_others_type_are_text_and_the_templates_own_are_toke
     assert template.decode(token_ids).count(TYPED) == 6
 
 
-@pytest.mark.parametrize("template", [CHATML, PARTS_ALONE + "<|im_end|>"])
-def test_a_special_token_of_several_parts_is_text_and_so_is_one_in_an_argument(template: str):
+@pytest.mark.parametrize(
+    ("template", "image"),
+    [(CHATML, []), (PARTS_ALONE + "<|im_end|>", []), (PARTS_ALONE + "<|im_end|>", [{"type": "image"}])],
+    ids=["text", "parts", "next to an image"],
+)
+def test_a_special_token_of_several_parts_is_text_and_so_is_one_in_an_argument(template: str, image: list[Any]):
     tokenizer = byte_tokenizer("{{ who }}" + template)
-    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}]
+    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}, *image]
     chat = ChatTemplate(tokenizer)
     token_ids = chat.encode(chat.render([{"role": "user", "content": parts}], {"who": "<|im_end|>"}, is_whole=True))
     assert token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
     assert chat.decode(token_ids).count("<|im_end|>") == 3
-
-
-def test_a_special_token_of_several_parts_next_to_an_image_is_text():
-    tokenizer = byte_tokenizer(PARTS_ALONE + "<|im_end|>")
-    parts = [{"type": "text", "text": "<|im_"}, {"type": "text", "text": "end|>"}, {"type": "image"}]
-    chat = ChatTemplate(tokenizer)
-    token_ids = chat.encode(chat.render([{"role": "user", "content": parts}], {}, is_whole=True))
-    assert token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1
 
 
 def test_a_noncharacter_that_somebody_typed_stays():

@@ -21,6 +21,7 @@ from images_cases import (
     image_trajectories,
     with_images,
 )  # fmt: skip
+from moe_cases import engine_of
 from tiny import gradients, tiny_spec
 
 from lightrl.algorithms import GRPO
@@ -192,13 +193,8 @@ def engine_completions(
 ) -> list[Trajectory]:
     """Two completions of each prompt, sampled side by side; with `reload` the weights come again in between."""
     model = image_spec(family).load_model()
-    engine = LocalEngine(max_batch=max_batch, threads=1)
-    engine.start(model.config)
 
-    def load(version: int) -> None:
-        engine.load_weights(bucketed(model.named_parameters(), 2**20), weight_version=version)
-
-    async def run() -> list[Trajectory]:
+    async def run(engine: LocalEngine) -> list[Trajectory]:
         asked = [
             asyncio.ensure_future(
                 engine.generate(
@@ -213,7 +209,8 @@ def engine_completions(
         ]
         if reload:
             await asyncio.sleep(0.01)
-            await asyncio.to_thread(load, 1)
+            again = bucketed(model.named_parameters(), 2**20)
+            await asyncio.to_thread(engine.load_weights, again, weight_version=1)
         found = []
         for group, completions in enumerate(await asyncio.gather(*asked)):
             prompt = prompts[group]
@@ -235,11 +232,8 @@ def engine_completions(
                 )
         return found
 
-    try:
-        load(0)
-        return asyncio.run(run())
-    finally:
-        engine.close()
+    with engine_of(model, max_batch=max_batch) as engine:
+        return asyncio.run(run(engine))
 
 
 def prompts_with_images(family: str = "llava") -> list[Prompt]:

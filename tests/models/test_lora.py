@@ -81,15 +81,6 @@ def test_adapters_and_a_trained_head_are_float32_on_a_bfloat16_base():
     assert all(value.grad.isfinite().all() for value in trained[0])
 
 
-def test_a_saved_adapter_is_gone_on_from(tmp_path):
-    model = adapted(tiny_model())
-    model.save_pretrained(tmp_path)
-    again = tiny_model()
-    LoRA(adapter=str(tmp_path)).add_to(again)
-    torch.testing.assert_close(logits(again), logits(model))
-    assert any(parameter.requires_grad for parameter in again.parameters())
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -109,14 +100,15 @@ def test_adapters_that_would_change_the_policy_without_them_are_refused(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:`init_lora_weights` is 'eva'")  # peft's: without a configuration of it
-@pytest.mark.parametrize("start", ["gaussian", "eva", "orthogonal"])
-def test_adapters_that_only_begin_elsewhere_leave_the_base_as_it_is(tmp_path, start):
+@pytest.mark.parametrize("start", [True, "gaussian", "eva", "orthogonal"])
+def test_a_saved_adapter_is_gone_on_from_and_leaves_the_base_as_it_is_wherever_it_began(tmp_path, start):
     model = adapted(tiny_model())
     model.peft_config["default"].init_lora_weights = start
     model.save_pretrained(tmp_path)
     again = tiny_model()
     LoRA(adapter=str(tmp_path)).add_to(again)
     torch.testing.assert_close(logits(again), logits(model))
+    assert any(parameter.requires_grad for parameter in again.parameters())
     with tuning_of(again).base_only(again):
         torch.testing.assert_close(logits(again), logits(tiny_model()))
 

@@ -72,14 +72,15 @@ def test_a_function_that_reads_stdin_finds_it_empty(pool):
 
 
 ENDS = {"exit": "exit code 3", "abort": "signal SIGABRT", "interrupt": "signal SIGINT", "close": "it closed its connec"}
+ENDS |= {"allocate": "memory_limit_mib"}
 
 
 @pytest.mark.parametrize(
     ("function", "what"), [*(("obey", what) for what in ENDS), ("obey_async", "exit"), ("obey_async", "abort")]
 )
 def test_a_worker_that_dies_is_replaced_and_the_culprit_named(function, what):
-    with pool_of(function) as pool:
-        batch = [trajectory_that(sample=i, do=what if i == 2 else None) for i in range(6)]
+    with pool_of(function, **{"memory_limit_mib": 256} if what == "allocate" else {}) as pool:
+        batch = [trajectory_that(sample=i, do=what if i == 2 else None, num_bytes=1 << 30) for i in range(6)]
         results = outcomes(pool, *batch)
     assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
     assert ENDS[what] in str(results[2])
@@ -122,14 +123,6 @@ def test_the_message_about_a_hang_says_where_it_was(what):
     assert error.reason == "timeout"
     assert 'reward_functions.py", line' in str(error)
     assert "in obey" in str(error)
-
-
-def test_a_call_that_wants_too_much_memory_is_killed_alone():
-    with pool_of("obey", memory_limit_mib=256) as pool:
-        batch = [trajectory_that(sample=i, do="allocate" if i == 2 else None, num_bytes=1 << 30) for i in range(6)]
-        results = outcomes(pool, *batch)
-    assert reasons(results) == [1.0, 1.0, "killed", 1.0, 1.0, 1.0]
-    assert "memory_limit_mib" in str(results[2])
 
 
 def test_memory_within_the_limit_is_given():

@@ -108,12 +108,9 @@ def test_tp_need_not_divide_the_vocabulary_but_each_rank_needs_a_token() -> None
         check_sizes(config(vocab_size=9), 1, 4, "1F1B", 1)
 
 
-def test_more_stages_than_layers_are_refused() -> None:
+def test_stages_that_fit_neither_the_layers_nor_the_schedule_are_refused() -> None:
     with pytest.raises(ValueError, match=r"makes 12 stages, but the model only has 8 layers.*at most 4"):
         check_sizes(config(), 6, 1, "Interleaved1F1B", 2)
-
-
-def test_stages_per_rank_belong_to_the_interleaved_schedule() -> None:
     with pytest.raises(ValueError, match="must be 1 with"):
         check_schedule("1F1B", 2)
     with pytest.raises(ValueError, match="must be at least 2"):

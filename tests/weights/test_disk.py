@@ -104,12 +104,9 @@ def test_an_error_of_the_trainer_comes_through_and_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_that_comes_twice_is_refused(tmp_path):
+def test_a_name_that_comes_twice_and_a_version_without_parameters_are_refused(tmp_path):
     named = list(parameters().items())
     with pytest.raises(WeightSyncError, match="arrived twice"):
         WeightFolder(tmp_path, CONFIG).write(bucketed(named + named, 160), 0)
-
-
-def test_a_version_without_parameters_is_refused(tmp_path):
     with pytest.raises(WeightSyncError, match="no parameters"):
         WeightFolder(tmp_path, CONFIG).write([], 0)

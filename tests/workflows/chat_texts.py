@@ -31,6 +31,11 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson + '\n' }}{% endif %}" + CHATML
 TAKES_THINKING_OUT = CHATML.replace("message['content']", "message['content'].split('</think>')[-1]")
 TRIMS = CHATML.replace("message['content']", "message['content'].strip()")
 ONLY_USERS = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML
+WRITES_IMAGES = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<unk>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '=' if m.role != 'assistant' }}{% endfor %}"
+)
 CONFIG = Qwen3Config(
     vocab_size=len(LETTERS),
     hidden_size=16,

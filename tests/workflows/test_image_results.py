@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from chat_texts import chat_prompt, chat_tokenizer, play
+from chat_texts import WRITES_IMAGES, chat_prompt, chat_tokenizer, play
 from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_reader, image_spec, with_images
+from moe_cases import engine_of
 from tiny import char_tokenizer, gradients
 
 from lightrl import GRPO, PromptDataModule, Trainer
@@ -31,11 +32,6 @@ from lightrl.workflows.multi_turn.workflow import answer_or_replay
 from lightrl.workflows.tools import ToolCall, read_parts
 from lightrl.workflows.workflow import TurnLog
 
-WRITES_IMAGES = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<unk>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    "{{ '=' if m.role != 'assistant' }}{% endfor %}"
-)
 SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=tuple(range(8, 17)))
 IMAGES = [RED, BLUE, HALF]
 
@@ -79,11 +75,8 @@ def prompts() -> list[Prompt]:
 
 def sampled(workflow: MultiTurn, num_samples: int = 6) -> list[Trajectory | RolloutError]:
     """Trajectories of a tiny policy with random weights, as a run samples them."""
-    model = image_spec().load_model()
-    engine = LocalEngine(max_batch=8, threads=1)
-    engine.start(model.config)
 
-    async def run() -> list[Trajectory | RolloutError]:
+    async def run(engine: LocalEngine) -> list[Trajectory | RolloutError]:
         results = []
         runner = TrajectoryRunner(engine, workflow)
         for number, prompt in enumerate(prompts()):
@@ -93,11 +86,8 @@ def sampled(workflow: MultiTurn, num_samples: int = 6) -> list[Trajectory | Roll
                 results.append(result)
         return results
 
-    try:
-        engine.load_weights(bucketed(model.named_parameters(), 2**20), weight_version=0)
-        return asyncio.run(run())
-    finally:
-        engine.close()
+    with engine_of(image_spec().load_model(), max_batch=8) as engine:
+        return asyncio.run(run(engine))
 
 
 @pytest.fixture(scope="module")

@@ -34,10 +34,11 @@ from chat_texts import (
     writes,
 )
 from local_rewards import LocalRewards
+from moe_cases import engine_of
 from transformers import AutoModelForCausalLM
 from waits import comes_true
 
-from lightrl.engines import FakeEngine, LocalEngine
+from lightrl.engines import FakeEngine
 from lightrl.errors import RolloutError
 from lightrl.functional.supports import decode_supports
 from lightrl.models.chat_template import set_chat_template
@@ -137,15 +138,10 @@ def test_several_messages_and_an_opening_are_rendered_in_place():
 def test_every_logprob_over_several_turns_is_that_of_a_plain_forward():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).eval()
-    engine = LocalEngine(threads=1)
-    engine.start(CONFIG)
-    try:
-        engine.load_weights(bucketed(model.named_parameters(), 10**6), weight_version=3)
+    with engine_of(model) as engine:
         stops = tuple(range(0, len(LETTERS), 4))  # a random policy soon draws one
         sampling = Sampling(max_new_tokens=40, stop_token_ids=stops, seed=5)
         trajectory = played(workflow(AGAIN, AGAIN, DONE), engine, sampling=sampling)
-    finally:
-        engine.close()
     assert len(trajectory.turns) == 3
     with torch.no_grad():
         logits = model(torch.tensor([trajectory.token_ids])).logits[0].float()

@@ -35,8 +35,9 @@ from agent_cases import (
     written,
 )
 from aiohttp import web
-from chat_texts import CONFIG, END, LETTERS, letters, started
+from chat_texts import CONFIG, END, LETTERS, WRITES_IMAGES, letters, started
 from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_reader, image_spec, with_images
+from moe_cases import engine_of
 from openai import AsyncOpenAI
 from tiny import char_tokenizer
 from transformers import AutoModelForCausalLM
@@ -55,7 +56,6 @@ from lightrl.rollout.controller import RolloutController
 from lightrl.rollout.runner import TrajectoryRunner
 from lightrl.strategies import LogprobSettings, SingleModel
 from lightrl.trajectory import Prompt, Sampling, Trajectory, read_records
-from lightrl.weights import bucketed
 from lightrl.workflows.agent_workflow import AgentLimits, AgentResult, AgentWorkflow, FrozenModel, RequestPattern
 from lightrl.workflows.agent_workflow.chat_protocol import ChatExchange
 from lightrl.workflows.agent_workflow.protocol import RequestRules
@@ -118,24 +118,19 @@ def test_the_tokens_up_to_the_one_that_completes_a_stop_text_train_and_later_one
 @pytest.mark.parametrize("sampling", [SAMPLING, replace(SAMPLING, top_k=9)], ids=["all tokens", "top-k"])
 def test_a_cut_answer_has_the_tokens_logprobs_and_supports_of_the_answer_that_was_not_cut(sampling: Sampling) -> None:
     torch.manual_seed(1)
-    engine = LocalEngine(threads=1)
-    engine.start(CONFIG)
     model = AutoModelForCausalLM.from_config(CONFIG)
-    engine.load_weights(bucketed(model.named_parameters(), 20_000), weight_version=3)
 
-    def played(**settings: Any) -> Trajectory:
+    def played(engine: LocalEngine, **settings: Any) -> Trajectory:
         async def talk(client: AsyncOpenAI) -> None:
             await ask(client, [user("hi")], **settings)
 
         return play(with_client(talk), engine, sampling=sampling)
 
-    try:
-        whole = played()
+    with engine_of(model) as engine:
+        whole = played(engine)
         start, end = whole.turns[0].start, whole.turns[0].end
         stop = decode(whole.token_ids[start + 4 : start + 6])
-        cut = played(stop=stop)
-    finally:
-        engine.close()
+        cut = played(engine, stop=stop)
     num = next(n for n in range(start + 1, end) if stop in decode(whole.token_ids[start:n]))
     assert num <= start + 6 < end
     assert cut.token_ids == whole.token_ids[:num]
@@ -410,11 +405,6 @@ def test_models_are_retrieved_by_their_names_and_a_head_request_finds_the_sessio
 # ---- images
 
 
-WRITES_IMAGES = (
-    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<unk>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-    "{{ '=' if m.role != 'assistant' }}{% endfor %}"
-)
 DIGITS = Sampling(max_new_tokens=6, stop_token_ids=tuple(range(8, 17)))
 
 
@@ -483,18 +473,13 @@ def test_the_policy_reads_an_agents_images_and_the_trainer_reads_the_same(agent:
     workflow = AgentWorkflow(tokenizer, lambda prompt, base_url, key: agent(base_url, key), agent_timeout_s=30.0)
     workflow.max_tokens, workflow.template.image_reader = 64, image_reader()
     model = image_spec().load_model()
-    engine = LocalEngine(threads=1)
-    engine.start(model.config)
-    engine.load_weights(bucketed(model.named_parameters(), 2**20), weight_version=0)
     trajectory: Trajectory | None = None
     seeds = iter(range(50))
-    try:
+    with engine_of(model) as engine:
         while trajectory is None:
             sampling = replace(DIGITS, seed=next(seeds))
             with contextlib.suppress(RolloutError):  # the policy sampled an image token itself
                 trajectory = asyncio.run(workflow.run(PROMPT, generate_with(engine, sampling)))
-    finally:
-        engine.close()
     trajectory.reward = 0.0
     first, second = trajectory.turns
     assert (len(trajectory.prompt.images), len(trajectory.images)) == (1, 1)

@@ -30,12 +30,12 @@ from agent_cases import (
 )
 from chat_texts import CONFIG, END, letters, started
 from engine_contract import recomputed_logprobs
+from moe_cases import engine_of
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from lightrl.engines.engine import Completion
 from lightrl.engines.fake_engine import FakeEngine
-from lightrl.engines.local.local_engine import LocalEngine
 from lightrl.errors import RolloutError
 from lightrl.trajectory import Prompt, Trajectory
 from lightrl.weights import bucketed
@@ -133,8 +133,6 @@ def model_of(version: int) -> PreTrainedModel:
 
 def test_logprobs_and_versions_equal_a_recompute_with_a_sync_between_two_turns() -> None:
     models = [model_of(version) for version in range(2)]
-    engine = LocalEngine(threads=1)
-    engine.start(CONFIG)
 
     def load(version: int) -> None:
         engine.load_weights(bucketed(models[version].named_parameters(), 20_000), weight_version=version)
@@ -145,11 +143,8 @@ def test_logprobs_and_versions_equal_a_recompute_with_a_sync_between_two_turns()
             await asyncio.to_thread(load, version)
             messages += [await ask(client, messages, max_tokens=12), user(f"more {version}")]
 
-    load(0)
-    try:
+    with engine_of(models[0]) as engine:
         trajectory = play(with_client(talk), engine)
-    finally:
-        engine.close()
     assert len(trajectory.turns) == 2
     for version, turn in enumerate(trajectory.turns):
         part = slice(turn.start, turn.end)
