@@ -62,7 +62,7 @@ LEAVES = {
         "engines/test_sglang_engine.py engines/test_sglang_server.py engines/test_sglang_sync.py "
         "engines/test_real_sglang.py engines/test_real_sglang_runs.py",
         "serve-with-sglang.md#serve-rollouts-with-sglang"),
-    "vLLM": Leaf("engines/vllm", 659, "lightrl.VLLMEngine",
+    "vLLM": Leaf("engines/vllm", 656, "lightrl.VLLMEngine",
         "engines/test_vllm.py engines/test_real_vllm.py", "serve-with-sglang.md#with-vllm"),
     "fake engine": Leaf("engines/fake_engine.py", 298, "lightrl.FakeEngine",
         "engines/test_fake_engine.py", "test-your-code.md#fakeengine"),

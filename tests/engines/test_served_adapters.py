@@ -82,7 +82,12 @@ def started(engine: ServerEngine, models: list[PreTrainedModel]) -> AdapterCase:
 TARGETS = tuning_of(MODELS[1]).served_form(MODELS[1], 1).config["target_modules"]
 LORA: dict[type, dict[str, Any]] = {
     SGLangEngine: {"enable_lora": True, "max_lora_rank": RANK, "lora_target_modules": TARGETS},
-    VLLMEngine: {"enable_lora": True, "max_lora_rank": 8, "max_loras": NUM_VERSIONS + 1},
+    VLLMEngine: {
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "max_loras": NUM_VERSIONS + 1,
+        "lora_target_modules": TARGETS,
+    },
 }
 # kind → the paths that load a base, pause and load an adapter
 PATHS = {
@@ -236,12 +241,15 @@ def test_a_server_that_acknowledges_an_adapter_and_does_not_load_it_is_lost(case
 
 
 def test_without_enable_lora_the_error_names_the_arguments(folder, serving, kind):
-    words = "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj"
+    cases = [({}, "--enable-lora --max-lora-rank 4 --lora-target-modules down_proj")]
     if kind is VLLMEngine:
-        words = r"was started with max_loras=2 instead of at least 3.*--enable-lora --max-lora-rank 8 --max-loras 3"
-    vllm = {"vllm": True, **LORA[kind], "max_loras": 2} if kind is VLLMEngine else {}
-    with FakeServerProcess(str(folder), **vllm) as one, pytest.raises(WeightSyncError, match=words):
-        serving(urls=[one.url]).load(0)
+        advice = ".*--enable-lora --max-lora-rank 8 --max-loras 3"
+        vllm = {"vllm": True, **LORA[kind]}
+        cases = [({**vllm, "max_loras": 2}, f"was started with max_loras=2 instead of at least 3{advice}")]
+        cases += [({**vllm, "lora_target_modules": ["q_proj"]}, f"lora_target_modules=.'q_proj'. instead of {advice}")]
+    for arguments, words in cases:
+        with FakeServerProcess(str(folder), **arguments) as one, pytest.raises(WeightSyncError, match=words):
+            serving(urls=[one.url]).load(0)
 
 
 @pytest.mark.parametrize("is_new_run", [False, True])

@@ -199,7 +199,8 @@ class FakeVLLMServer(FakeServer):
             "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
             "cache_config": {"block_size": 1, "cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
-            "lora_config": {name: self.arguments[name] for name in ("max_lora_rank", "max_loras")}
+            "lora_config": {**{name: self.arguments[name] for name in ("max_lora_rank", "max_loras")},
+                            "target_modules": self.arguments.get("lora_target_modules")}
             if self.arguments["enable_lora"] else None,
         }  # fmt: skip
         return web.json_response({"vllm_config": str(config) if "form" in self._without else config})

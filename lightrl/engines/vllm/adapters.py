@@ -43,10 +43,7 @@ class AdapterFolders(AdapterVersions):
 
     async def give(self, server: Server, adapter: Adapter, payload: str) -> None:
         assert isinstance(server.client, VLLMClient)
-        started = await server.client.lora_config()
-        if started is not None and "target_modules" in started:
-            started["lora_target_modules"] = started["target_modules"]
-        if problem := unfit(started, self.form.server_args):
+        if problem := unfit(await server.client.lora_config(), self.form.server_args):
             raise EngineError(f"{server.url} was started with {problem} for this policy's adapters.")
         await super().give(server, adapter, payload)
 

@@ -164,7 +164,7 @@ class VLLMClient(ServerClient):
         """Returns the arguments for adapters that the server was started with; None without --enable-lora."""
         with self.reading("/server_info"):
             config: dict[str, Any] | None = (await self.request("GET", _SERVER_INFO))["vllm_config"]["lora_config"]
-            return config
+            return config and {**config, "lora_target_modules": config["target_modules"]}
 
     async def load_adapter(
         self, name: str, config: dict[str, Any], payloads: Sequence[str], checksums: dict[str, str], *, timeout_s: float
