@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.families import family_spec
 from lightrl.models.lora import LoRA
 from lightrl.models.model_folder import ModelDescription
+from lightrl.models.moe import moe_blocks
 from lightrl.models.role import Role
 from lightrl.models.tuning import held_tensors, tuning_of, whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel
@@ -232,6 +233,12 @@ def test_adapters_of_another_model_are_refused(tmp_path):
 def test_a_parameter_that_the_model_does_not_have_gets_no_adapter():
     with pytest.raises(ValueError, match=r"target_parameters has 'mlp\.experts\.w1'"):
         adapted(mixture("qwen3_moe"), target_parameters=("mlp.experts.down_proj", "mlp.experts.w1"))
+
+
+def test_ep_refuses_adapters_on_biases_of_experts():
+    model = adapted(mixture("gpt_oss"), target_parameters=("mlp.experts.gate_up_proj_bias",))
+    with pytest.raises(ValueError, match=r"ep divides 3-D parameters of experts\. Remove 'gate_up_proj_bias'"):
+        tuning_of(model).split_experts(next(iter(moe_blocks(model).values())).experts, 0)
 
 
 def test_adapters_of_experts_are_not_served():

@@ -90,6 +90,24 @@ def test_an_update_uses_moments_before_rounding_and_a_checkpoint_continues_bit_f
         assert all(map(torch.equal, one, other))
 
 
+def test_copies_of_a_parameter_stay_equal_as_two_stages_copies_of_tied_embeddings_must() -> None:
+    copies = [torch.nn.Parameter(torch.ones(8, 5)) for _ in range(2)]
+    groups = [{"params": copies[:1]}, {"params": [torch.nn.Parameter(torch.ones(3)), copies[1]]}]
+    optimizer = BF16AdamW(groups)
+    for step in range(5):
+        for copy in copies:
+            copy.grad = torch.randn(8, 5, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    assert torch.equal(*copies)
+
+
+@pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
+def test_a_state_of_another_algorithm_is_refused(setting: str) -> None:
+    other = torch.optim.AdamW(whole_parameters(), **{setting: True})
+    with pytest.raises(ValueError, match="has no amsgrad and no maximize"):
+        BF16AdamW(whole_parameters()).load_state_dict(other.state_dict())
+
+
 def test_a_rank_rounds_its_rows_as_one_process_rounds_them(request: pytest.FixtureRequest) -> None:
     (*whole, _), last = whole_parameters(), 3  # torch caches offsets, so one process can be one rank only
     dist.init_process_group("fake", store=FakeStore(), rank=last, world_size=4)
