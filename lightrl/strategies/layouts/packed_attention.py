@@ -269,10 +269,10 @@ def attend(
     if extra or settings.get("dropout") or settings.get("is_causal") is False:
         raise NotPackable(f"Packed rows support only causal attention, without {', '.join(extra) or 'dropout'}.")
     group, keys, window = packed_rows.group, packed_rows.keys, settings.get("sliding_window")
-    dtype = _compute_dtype(device := query.device.type, value.dtype)
-    is_short = device == "cpu" and packed_rows.longest_keys <= _SHORT_ROW
-    accurate = torch.promote_types(dtype, torch.float32) if is_short else dtype
-    query, key, value = query.to(accurate), key.to(accurate), value.to(accurate)
+    device = query.device.type
+    dtype = _compute_dtype(device, value.dtype)
+    wide = torch.float32 if dtype in TOLERANCE and device == "cpu" and packed_rows.longest_keys <= _SHORT_ROW else dtype
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
     if group is not None:
         query, key, value = exchange(query, group), exchange(key, group), exchange(value, group)
     window = window if window is not None and window < packed_rows.longest_keys else None
