@@ -48,10 +48,10 @@ def _levels_of_loggers() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """It would go on in later tests. A trainer's have ended with it; others that were told to end have a moment."""
+    """It would go on in later tests. One that has given its result, or was told to end, has a moment to do so."""
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + (0 if request.path.parent.name == "trainer" else 10)
+    deadline = time.monotonic() + (2 if request.path.parent.name == "trainer" else 10)  # a trainer waits for its own
     while left := [one.name for one in {*threading.enumerate()} - before if one.name.startswith(("lightrl", "reward"))]:
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
