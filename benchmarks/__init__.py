@@ -7,6 +7,7 @@ Reading order:
     lengths.py          lists of completion lengths, and how both sides of a comparison enforce them
     trajectories.py     random trajectories of these lengths, and a padded update as a baseline
     grpo_vs_trl.py      iterations per second against TRL's GRPOTrainer, short and skewed completions
+      learning_vs_trl.py  learning curves of both, on the tasks of learned.py
     local_engine.py     tokens per second against `model.generate`
     orchestrator.py     processor time of the controller per request
     algorithms.py       learning curves of every algorithm on one task, over seeds, as CSV and PNG

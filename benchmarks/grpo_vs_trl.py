@@ -1,7 +1,6 @@
 """Compares iterations per second of GRPO in lightrl and in TRL's GRPOTrainer, on the same task, in one run.
 
     python -m benchmarks.grpo_vs_trl [--quick] [--threads 2] [--tasks short,skewed] [--contenders ...]
-    python -m benchmarks.grpo_vs_trl --model FOLDER [--seeds 0,1,2] [--plot rewards.png]
 
 Needs TRL: `pip install -c constraints.txt -e ".[bench]"`.
 
@@ -12,8 +11,8 @@ take turns, so changes in the machine's speed favor neither, and ratios are comp
 
 Equal on both sides: the model folder (weights, tokenizer), prompts, group size, float32, threads, AdamW with gradient
 clipping, the token-level clipped loss without KL, one update per iteration, logging at every iteration, no checkpoints.
-The learning rate is 0, so the policy and its completions do not change, but the work is the same; with --model both
-learn, and one function measures the greedy accuracy of both on held-out prompts.
+The learning rate is 0, so the policy and its completions do not change, but the work is the same. In learning_vs_trl.py
+both learn.
 
     short    the quickstart's task: 32 prompts × 16, at most 4 new tokens, sampled; the end token ends a completion
     skewed   16 prompts × 8, at most 128 new tokens, lengths forced by one list (lengths.py); the reward differs, since
@@ -49,6 +48,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.learned import Learned
 from benchmarks.report import Report, interleaved, median_ratio, peak_rss_mib
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-TARGETS = {"short": 2.0, "skewed": 4.0, "sums": 2.0}
+TARGETS = {"short": 2.0, "skewed": 4.0}
 OUTSIDE_TARGET = 0.04  # of an iteration, in no phase: Lightning's loop, hooks, metrics, loggers, progress
 
 
@@ -78,12 +78,13 @@ class Task:
     cap: int  # most new tokens
     trl_batch: int  # TRL's per_device_train_batch_size, the fastest tried
     is_forced: bool = False  # lengths from the shared list
-    is_learned: bool = False  # by a pretrained model
+    learned: Learned | None = None  # for learning_vs_trl
+    is_bf16: bool = False  # mixed precision, instead of float32
     seed: int = 0
 
     @property
     def lr(self) -> float:
-        return 1e-5 if self.is_learned else 0.0
+        return self.learned.lr if self.learned else 0.0
 
     @property
     def num_trajectories(self) -> int:
@@ -95,9 +96,6 @@ class Task:
         return skewed_lengths(self.num_trajectories, self.cap) if self.is_forced else None
 
 
-SUMS = Task("sums", 8, 8, cap=16, trl_batch=32, is_learned=True)
-
-
 @dataclass
 class Block:
     """A contender's measurements of one turn."""
@@ -105,6 +103,7 @@ class Block:
     seconds: list[float] = field(default_factory=list)  # of each iteration
     trained_tokens: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # the mean of each iteration's trajectories
+    questions: list[list[str]] = field(default_factory=list)  # of each iteration, sorted, if the task is learned
     phase_seconds: dict[str, list[float]] = field(default_factory=dict)
     peak_rss_mib: float = 0.0
 
@@ -177,6 +176,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
 
     import lightrl
     from examples.quickstart.task import LargestDigit
+    from lightrl.data import DataSource
 
     class Measure(lightrl.RLCallback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -191,6 +191,9 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
             for name, seconds in trainer.phase_seconds.items():
                 turnstile.block.phase_seconds.setdefault(name, []).append(seconds)
 
+        def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
+            turnstile.block.questions.append(sorted(group.prompt.fields.get("question", "") for group in groups))
+
         def on_experience_ready(self, trainer: Any, module: Any, experience: Any) -> None:
             turnstile.block.trained_tokens.append(experience.num_loss_tokens)
             turnstile.block.rewards.append(float(experience.rewards.mean()))
@@ -200,15 +203,23 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
     callbacks: list[L.Callback] = [Measure()]
     if task.is_forced:
         reward = "benchmarks.grpo_vs_trl.odd_fraction"
-    if task.is_learned:
-        reward = "examples.pretrained.tasks.last_number"
-        data = lightrl.PromptDataModule("examples.pretrained.tasks.sums", batch_size=task.num_prompts)
+    if learned := task.learned:
+        reward = learned.reward
+        rows = DataSource("benchmarks.learned.train_rows", arguments={"name": learned.name, "seed": task.seed})
+        data = lightrl.PromptDataModule(
+            rows,
+            batch_size=task.num_prompts,
+            system_prompt=learned.system_prompt,
+            prompt_template=learned.prompt_template,
+            shuffle=False,
+        )
         callbacks.append(lightrl.HuggingFaceExport(str(folder / "learned")))
     trainer = lightrl.Trainer(
         engine=make_engine(task),
         callbacks=callbacks,
         max_steps=num_iterations,
         accelerator="cpu",
+        precision="bf16-mixed" if task.is_bf16 else "32-true",
         logger=[CSVLogger(folder / "csv"), TensorBoardLogger(folder / "tensorboard")],
         log_every_n_steps=1,
         gradient_clip_val=1.0,
@@ -223,7 +234,7 @@ def train_lightrl(task: Task, turnstile: Turnstile, folder: Path, num_iterations
         # With forced lengths the engine draws no end token, which the trainer's logprobs must take into account.
         sampling=lightrl.Sampling(max_new_tokens=task.cap, min_new_tokens=task.cap if task.is_forced else 0),
         lr=task.lr,
-        microbatch_tokens=1024 if task.is_learned else 16384,  # both sides hold a model in memory
+        microbatch_tokens=1024 if task.learned else 16384,  # both sides hold a model in memory
     )
     trainer.fit(module, datamodule=data)
 
@@ -242,7 +253,6 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     from trl import GRPOTrainer
 
     from benchmarks.lengths import ForcedLengths
-    from examples.pretrained.tasks import ends_in, sums
     from examples.quickstart.task import LargestDigit
 
     lengths = task.lengths()
@@ -258,10 +268,11 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     def odd(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
-    def last_number(completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
-        texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        ends = [ids[-1] == tokenizer.eos_token_id for ids in completion_ids]
-        return [float(end and ends_in(text, right)) for end, text, right in zip(ends, texts, answer, strict=True)]
+    def learned_reward(
+        completion_ids: list[list[int]], question: list[str], answer: list[str], **kwargs: Any
+    ) -> list[float]:
+        turnstile.block.questions.append(sorted(question[:: task.group_size]))
+        return learned.rewards(tokenizer, completion_ids, answer)
 
     class Measure(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -272,15 +283,14 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
                 turnstile.block.trained_tokens.append(round(logs["completions/mean_length"] * task.num_trajectories))
                 turnstile.block.rewards.append(logs["reward"])
 
-    if task.is_learned:
-        chats = [[{"role": "user", "content": row["question"]}] for row in sums()]
-        rows = [{"prompt": chat, "answer": row["answer"]} for chat, row in zip(chats, sums(), strict=True)]
+    if learned := task.learned:
+        rows = [{"prompt": learned.chat(row), **row} for row in learned.train_rows(task.seed)]
     else:
         prompts = LargestDigit(batch_size=task.num_prompts).make_prompts("train")
         rows = [{"prompt": prompt.id, "answer_ids": prompt.fields["answer_ids"]} for prompt in prompts]
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=last_number if task.is_learned else exact if lengths is None else odd,
+        reward_funcs=learned_reward if learned else exact if lengths is None else odd,
         args=trl_settings(task, folder, num_iterations),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows),
@@ -289,7 +299,7 @@ def train_trl(task: Task, turnstile: Turnstile, folder: Path, num_iterations: in
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     trainer.train()
-    if task.is_learned:
+    if learned:
         trainer.save_model(str(folder / "learned"))
 
 
@@ -300,7 +310,7 @@ def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
     return GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
-        bf16=False,
+        bf16=task.is_bf16,
         fp16=False,
         gradient_checkpointing=False,
         per_device_train_batch_size=task.trl_batch,
@@ -326,6 +336,7 @@ def trl_settings(task: Task, folder: Path, num_iterations: int) -> Any:
         dataloader_pin_memory=False,
         use_transformers_continuous_batching=False,
         seed=task.seed,
+        shuffle_dataset=task.learned is None,
     )
 
 
@@ -424,119 +435,84 @@ def save_model(folder: Path) -> None:
     token.save_pretrained(folder)
 
 
-def held_out_accuracy(folder: Path) -> float:
-    """Returns the share of held-out sums that a model answers correctly with greedy decoding."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+@dataclass(frozen=True)
+class Measured:
+    """What the contenders did in a task, by name, and the wall and processor time of an iteration in each turn."""
 
-    from examples.pretrained.tasks import ends_in, sums
+    task: Task
+    blocks: dict[str, list[Block]]
+    seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
+    children_rss_mib: dict[str, float]
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    chats = [[{"role": "user", "content": row["question"]}] for row in sums("test")]
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    def row(self, name: str) -> dict[str, Any]:
+        """Returns a contender's measurements, without its first turn, which warms up."""
+        blocks = self.blocks[name][1:]
+        against: dict[str, Any] = {}
+        if "trl" in self.blocks and name != "trl":
+            against = median_ratio(self.seconds["trl"], self.seconds[name])
+            against["cpu_ratio"] = median_ratio(self.cpu_seconds["trl"], self.cpu_seconds[name])["ratio"]
+        phases: dict[str, list[float]] = {}
+        for block in blocks:
+            for phase, values in block.phase_seconds.items():
+                phases.setdefault(phase, []).extend(values)
+        seconds = statistics.median(self.seconds[name])
+        return {
+            "contender": name,
+            "seconds": round(seconds, 4),
+            "iterations_per_s": round(1 / seconds, 3),
+            "cpu_seconds": round(statistics.median(self.cpu_seconds[name]), 4),
+            "trained_tokens": round(self.trained_tokens(name), 1),
+            **against,
+            "seed": self.task.seed,
+            **{f"{phase}_s": round(statistics.median(values), 4) for phase, values in phases.items()},
+            **outside_phases(blocks),
+            "peak_rss_mib": blocks[-1].peak_rss_mib,
+            "children_rss_mib": round(self.children_rss_mib[name], 1),
+        }
+
+    def trained_tokens(self, name: str) -> float:
+        return statistics.mean(count for block in self.blocks[name][1:] for count in block.trained_tokens)
+
+
+def by_turns(task: Task, names: Sequence[str], folder: Path, *, pairs: int, iterations: int, threads: int) -> Measured:
+    """Lets the contenders train the model in `folder` by turns, each in a folder with its name beside it."""
+    turns = pairs + 1  # the first warms up
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Contender] = {}
+        for name in names:
+            num_iterations = turns * iterations + 1  # the last runs to the end of training, unmeasured
+            contenders[name] = Contender(name, task, folder / "model", folder / name, threads, num_iterations)
+            stack.callback(contenders[name].close)
+        runs = {name: functools.partial(contender.run, iterations) for name, contender in contenders.items()}
+        seconds = interleaved(runs, repeats=turns)
+        for contender in contenders.values():
+            contender.end()
+    return Measured(
+        task,
+        {name: contender.blocks for name, contender in contenders.items()},
+        {name: times[1:] for name, times in seconds.items()},
+        {name: contender.cpu_seconds[1:] for name, contender in contenders.items()},
+        {name: contender.children_rss_mib for name, contender in contenders.items()},
     )
-    ids = model.generate(**inputs, do_sample=False, max_new_tokens=SUMS.cap)[:, inputs["input_ids"].shape[1] :]
-    ends = (ids == tokenizer.eos_token_id).any(dim=1).tolist()
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    answers = [row["answer"] for row in sums("test")]
-    right = [end and ends_in(text, answer) for end, text, answer in zip(ends, texts, answers, strict=True)]
-    return statistics.mean(right)
 
 
 def measure(report: Report, task: Task, names: Sequence[str], arguments: argparse.Namespace) -> float | None:
     """Adds all rows of one task; returns lightrl's ratio to TRL if both took part."""
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_vs_trl_")))
-        if arguments.model is None:
-            save_model(folder / "model")
-        else:
-            (folder / "model").symlink_to(arguments.model.absolute())
-        turns = arguments.pairs + 1  # the first warms up
-        num_iterations = turns * arguments.iterations + 1  # the last runs to the end of training, unmeasured
-        contenders: dict[str, Contender] = {}
-        for name in names:
-            contenders[name] = Contender(name, task, folder / "model", folder / name, arguments.threads, num_iterations)
-            stack.callback(contenders[name].close)
-        runs = {name: functools.partial(contender.run, arguments.iterations) for name, contender in contenders.items()}
-        seconds = {name: times[1:] for name, times in interleaved(runs, repeats=turns).items()}
-        for contender in contenders.values():
-            contender.end()
-        folders = {name: folder / name / "learned" for name in names if task.is_learned}
-        held_out = {name: round(held_out_accuracy(learned), 4) for name, learned in folders.items()}
-    cpu = {name: contender.cpu_seconds[1:] for name, contender in contenders.items()}
-    tokens = {
-        name: statistics.mean(count for block in contender.blocks[1:] for count in block.trained_tokens)
-        for name, contender in contenders.items()
-    }
-    for name, contender in contenders.items():
-        against: dict[str, Any] = {}
-        if "trl" in names and name != "trl":
-            against = median_ratio(seconds["trl"], seconds[name])
-            against["cpu_ratio"] = median_ratio(cpu["trl"], cpu[name])["ratio"]
-        phases: dict[str, list[float]] = {}
-        for block in contender.blocks[1:]:
-            for phase, values in block.phase_seconds.items():
-                phases.setdefault(phase, []).extend(values)
-        report.add(
-            task.name,
-            contender=name,
-            seconds=round(statistics.median(seconds[name]), 4),
-            iterations_per_s=round(1 / statistics.median(seconds[name]), 3),
-            cpu_seconds=round(statistics.median(cpu[name]), 4),
-            trained_tokens=round(tokens[name], 1),
-            **against,
-            target=TARGETS[task.name] if name == "lightrl" else None,
-            seed=task.seed,
-            held_out_accuracy=held_out.get(name),
-            rewards=[round(reward, 4) for block in contender.blocks for reward in block.rewards],
-            **{f"{phase}_s": round(statistics.median(values), 4) for phase, values in phases.items()},
-            **outside_phases(contender.blocks[1:]),
-            peak_rss_mib=contender.blocks[-1].peak_rss_mib,
-            children_rss_mib=round(contender.children_rss_mib, 1),
-        )
-    if not task.is_learned:  # sampled lengths differ only by chance, forced ones not at all
-        by_chance = (
-            0.01 * max(tokens.values()) + 4 * (task.num_trajectories / arguments.pairs / arguments.iterations) ** 0.5
-        )
-        difference = max(tokens.values()) - min(tokens.values())
-        assert difference <= (0 if task.is_forced else by_chance), f"unequal work: trained tokens {tokens}"
-    if not {"trl", "lightrl"} <= set(names):
-        return None
-    return median_ratio(seconds["trl"], seconds["lightrl"])["ratio"]
-
-
-def accuracy_difference(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Returns lightrl's mean held-out accuracy minus TRL's, and the difference's standard error over seeds."""
-    ours, theirs = (
-        [row["held_out_accuracy"] for row in rows if row["contender"] == name] for name in ("lightrl", "trl")
+    with tempfile.TemporaryDirectory(prefix="grpo_vs_trl_") as folder:
+        save_model(Path(folder) / "model")
+        times = {"pairs": arguments.pairs, "iterations": arguments.iterations}
+        measured = by_turns(task, names, Path(folder), **times, threads=arguments.threads)
+    targets = {"lightrl": {"target": TARGETS[task.name]}}
+    rows = [report.add(task.name, **measured.row(name), **targets.get(name, {})) for name in names]
+    tokens = {name: measured.trained_tokens(name) for name in names}
+    # sampled lengths differ only by chance, forced ones not at all
+    by_chance = (
+        0.01 * max(tokens.values()) + 4 * (task.num_trajectories / arguments.pairs / arguments.iterations) ** 0.5
     )
-    if min(len(ours), len(theirs)) < 2:
-        return {}
-    error = (statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs)) ** 0.5
-    difference = statistics.mean(ours) - statistics.mean(theirs)
-    return {"accuracy_difference": round(difference, 4), "standard_error": round(error, 4)}
-
-
-def draw_rewards(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws a line per contender, the mean over seeds of the sampled rewards, and each seed as a thin line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5.5, 3), layout="constrained")
-    for name, color in (("trl", "tab:orange"), ("lightrl", "tab:blue")):
-        curves = [row["rewards"] for row in rows if row["contender"] == name]
-        for curve in curves:
-            axis.plot(curve, color=color, linewidth=0.6, alpha=0.5)
-        means = [statistics.mean(values) for values in zip(*curves, strict=False)]
-        axis.plot(means, color=color, linewidth=2, label=f"{name}, mean of {len(curves)} seeds")
-    axis.set(xlabel="iteration", ylabel="sampled answers right", ylim=(0, 1.02))
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    difference = max(tokens.values()) - min(tokens.values())
+    assert difference <= (0 if task.is_forced else by_chance), f"unequal work: trained tokens {tokens}"
+    return next((row["ratio"] for row in rows if row["contender"] == "lightrl" and "ratio" in row), None)
 
 
 def outside_phases(blocks: Sequence[Block]) -> dict[str, float]:
@@ -558,67 +534,65 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="OpenMP threads sleep while they wait; for busy machines",
     )
-    parser.add_argument("--model", type=Path, help="the folder of a pretrained model, which learns sums")
-    parser.add_argument("--seeds", default="0,1,2", help="with --model")
-    parser.add_argument("--plot", type=Path, help="with --model: a PNG of the rewards")
     parser.add_argument("--quick", action="store_true", help="8 prompts × 4, cap 16, two turns of one iteration")
     arguments = parser.parse_args(argv)
     names = arguments.contenders.split(",")
-    if "trl" in names and importlib.util.find_spec("trl") is None:
-        sys.exit(
-            'TRL is not installed. Run `pip install -c constraints.txt -e ".[bench]"`, or skip it with --contenders '
-            "lightrl."
-        )
-    if arguments.passive_waiting:
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    prepare(names, passive_waiting=arguments.passive_waiting)
     tasks = {
         "short": Task("short", 32, 16, cap=4, trl_batch=256, is_forced=False),
         "skewed": Task("skewed", 16, 8, cap=128, trl_batch=32, is_forced=True),
     }
-    if arguments.model is not None:
-        tasks = {f"sums_{seed}": replace(SUMS, seed=int(seed)) for seed in arguments.seeds.split(",")}
-        arguments.tasks = ",".join(tasks)
     if arguments.quick:
         arguments.pairs, arguments.iterations = 1, 1
         tasks = {
             name: replace(task, num_prompts=8, group_size=4, cap=min(task.cap, 16), trl_batch=32)
             for name, task in tasks.items()
         }
-    versions = {name: _version(name) for name in ("trl", "accelerate", "transformers", "lightning")}
     report = Report(
         "grpo_vs_trl",
         threads=arguments.threads,
         dtype="float32",
         iterations_per_turn=arguments.iterations,
         passive_waiting=arguments.passive_waiting,
-        **versions,
+        **versions(),
     )
     ratios = {}
     for name in arguments.tasks.split(","):
         ratio = measure(report, tasks[name], names, arguments)
         if ratio is not None:
             ratios[f"ratio_{name}"] = ratio
-    if arguments.model is not None:
-        report.add("sums", contender="the model before", held_out_accuracy=held_out_accuracy(arguments.model))
-        ratios |= accuracy_difference(report.rows)
-        if arguments.plot is not None:
-            draw_rewards(report.rows, arguments.plot)
     report.finish(
         [
             "measurement", "contender", "seconds", "cpu_seconds", "trained_tokens", "ratio", "ratio_min", "ratio_max",
-            "cpu_ratio", "target", "seed", "held_out_accuracy", "rollout_s", "update_s", "outside_phases_fraction",
+            "cpu_ratio", "target", "rollout_s", "update_s", "outside_phases_fraction",
             "peak_rss_mib", "children_rss_mib",
         ],
         **ratios,
     )  # fmt: skip
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def prepare(names: Sequence[str], *, passive_waiting: bool) -> None:
+    """Sets what the contenders' processes inherit; exits if TRL takes part but is not installed."""
+    if "trl" in names and importlib.util.find_spec("trl") is None:
+        sys.exit(
+            'TRL is not installed. Run `pip install -c constraints.txt -e ".[bench]"`, or skip it with --contenders '
+            "lightrl."
+        )
+    if passive_waiting:
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of the libraries that take part; None for one that is not installed."""
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    return {name: version(name) for name in ("trl", "accelerate", "transformers", "lightning")}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -18,6 +19,8 @@ from benchmarks import (
     growth,
     grpo_vs_trl,
     lag,
+    learned,
+    learning_vs_trl,
     local_engine,
     orchestrator,
     plan,
@@ -100,6 +103,34 @@ def test_grpo_vs_trl_runs_lightrl_by_turns(capsys):
     grpo_vs_trl.main(["--quick", "--threads", "1", "--tasks", "skewed", "--contenders", "lightrl"])
     (row,) = [line for line in printed(capsys) if "contender" in line]
     assert row["trained_tokens"] == sum(skewed_lengths(32, 16))
+
+
+def test_curves_are_compared_in_pairs_of_seeds_that_ran_equally_long():
+    def rows(seed: int, trl: list[float], lightrl: list[float]) -> list[dict]:
+        both = zip(("trl", "lightrl"), (trl, lightrl), strict=True)
+        more = {"task": "sums", "seed": seed, "ratio": 2.5, "cpu_ratio": 3}
+        return [{"contender": name, "rewards": curve, "held_out": curve[-1], **more} for name, curve in both]
+
+    long = rows(0, [0.0] * 10 + [0.5] * 10, [0.1] * 10 + [0.25] * 10)
+    table = learning_vs_trl.table([*long, *rows(1, [0.2] * 10, [0.4] * 10)], "sums")
+    assert "| sampled, iterations 1 to 10 | 10.0 | 25.0 | +15.0 ± 5.0 | 2 |" in table
+    assert "| sampled, iterations 11 to 20 | 50.0 | 25.0 | -25.0 ± nan | 1 |" in table
+    assert "| held out, greedy, after 11 | 20.0 | 40.0 | +20.0 ± nan | 1 |" in table
+    assert "processor time, TRL over lightrl, by seed: 3.00, 3.00" in table
+
+
+def test_both_trainers_get_the_reward_of_a_completion_that_ends():
+    tokenizer = SimpleNamespace(
+        eos_token_id=0,
+        batch_decode=lambda rows, **_: ["Positive." if 1 in ids else "positive, positive" for ids in rows],
+    )
+    completions = [[1, 0], [1, 2], [2, 0]]
+    assert learned.LEARNED["reviews"].rewards(tokenizer, completions, ["positive"] * 3) == [1.0, 0.0, 0.0]
+    assert (
+        learned.train_rows("train", "sums", 3)
+        == learned.LEARNED["sums"].train_rows(3)
+        != learned.train_rows("train", "sums", 4)
+    )
 
 
 @pytest.mark.extra
