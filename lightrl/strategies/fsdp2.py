@@ -94,7 +94,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: keep only each layer's input, and recompute the layer in the backward pass.
         offload_to_cpu: data to keep in CPU memory: `parameters` (shards, gradients and optimizer state; updates run on
             the CPU), `optimizer` (its state between updates), `activations` (saved by each layer for its backward pass;
-            few with activation_checkpointing). A GPU waits while activations and optimizer state are copied.
+            few with activation_checkpointing). A GPU waits while activations are copied, and computes while state is.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch. This saves
             memory, because no rank keeps whole gradients, but costs communication.
         compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs, except for models with experts
@@ -342,8 +342,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
             if "activations" in self.offload_to_cpu and trains:
                 offload_activations(layer)
-            if self._state_copies is not None:
-                layer.register_forward_pre_hook(functools.partial(self._state_copies.make_room, number / len(layers)))
+            if self.state_copies is not None:
+                layer.register_forward_pre_hook(functools.partial(self.state_copies.make_room, number / len(layers)))
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values():
                 if is_mixed:  # routers are gathered in float32
@@ -363,9 +363,9 @@ class FSDP2Strategy(ModelParallelStrategy):
         return "parameters" in self.offload_to_cpu and self.root_device.type != "cpu"
 
     @functools.cached_property
-    def _state_copies(self) -> StateCopies | None:
-        is_needed = "optimizer" in self.offload_to_cpu and "parameters" not in self.offload_to_cpu
-        return StateCopies(self.root_device) if is_needed and self.root_device.type != "cpu" else None
+    def state_copies(self) -> StateCopies | None:
+        moves = {"parameters", "optimizer"} & set(self.offload_to_cpu) == {"optimizer"}
+        return StateCopies(self.root_device) if moves and self.root_device.type != "cpu" else None
 
     def model_to_device(self) -> None:
         if not self._offloads_parameters:
@@ -404,12 +404,10 @@ class FSDP2Strategy(ModelParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the update. Offloaded optimizer state is copied while the device computes; see StateCopies."""
         copies: Any = contextlib.nullcontext(lambda: None)
-        if self._state_copies is not None:
-            module: Any = self.lightning_module
-            calls = module.data_flow().of_kind("train") if hasattr(module, "data_flow") else ()
-            models = [module.parallel_models[str(call.role)] for call in calls]
-            here = [None, *(model for model in models if isinstance(model, FSDP2Model))]
-            copies = self._state_copies.during_step(optimizer, here[-1])
+        if self.state_copies is not None:
+            models = getattr(self.lightning_module, "parallel_models", {}).values()  # in the order of training
+            trained = (each for each in models if isinstance(each, FSDP2Model) and each.is_trained)
+            copies = self.state_copies.during_step(optimizer, [None, *trained][-1])
         with copies as bring_others:
 
             def closure_and_state() -> Any:
@@ -437,7 +435,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
-            copies=self.save_async and self.root_device.type == "cpu",  # on GPUs the state is already a copy
+            copies=self.save_async,
         )
         with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take any time while the disk makes progress
             if self.save_async:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 from weakref import WeakSet, WeakValueDictionary
@@ -63,14 +62,12 @@ class _HostCopy:
 
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
     """Moves the optimizer's moments, but not its step counts, to a device or to host memory, and waits."""
-
-    def wait() -> None:
-        for each in {parameter.device for parameter in optimizer.state}:
-            torch.get_device_module(each).synchronize(each)
-
-    wait()  # for StateCopies
+    devices = {parameter.device for parameter in optimizer.state}
+    for each in devices:  # StateCopies may be copying
+        torch.get_device_module(each).synchronize(each)
     _replace(optimizer.state.values(), device, lambda part: part.to(device, non_blocking=True))  # pinned in host memory
-    wait()  # a checkpoint may read the copies immediately
+    for each in devices:  # a checkpoint may read the copies immediately
+        torch.get_device_module(each).synchronize(each)
 
 
 @torch.no_grad()
@@ -83,33 +80,29 @@ def _replace(states: Iterable[dict[str, Any]], device: torch.device, copy: Calla
 
 
 class StateCopies:
-    """Copies moments between pinned host memory and a device, on its own stream, while the device computes.
+    """Copies moments between pinned host memory and a device, on a stream of its own, while the device computes.
 
-    They come as a backward pass frees activations, and leave before a forward pass saves as many: the device never
-    holds all of both. The host continues during copies to its memory, so read the state after `optimizer.state_dict()`
-    or `move_state`, which wait.
+    They come as a backward pass frees activations, and leave as a forward pass saves them. The host does not wait for
+    the copies: before you read the state, call `optimizer.state_dict()` or `move_state`, which wait.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._api: Any = torch.get_device_module(device)
         self._stream = self._api.Stream(device)
-        self._left: list[Any] = []  # an event after each copy to the host
+        self.left: list[Any] = []  # an event after each copy to the host
         self._optimizers = WeakSet[Optimizer]()
 
     @contextlib.contextmanager
     def during_step(self, optimizer: Optimizer, model: Any) -> Iterator[Callable[[], None]]:
-        """Inside the context, gradients reduced in the last backward pass of `model`, an FSDP2Model, bring moments.
-
-        Yields a function that brings the others and makes the device wait for all, to be called before the step.
-        """
+        """In the last backward pass of an FSDP2Model, each reduced gradient brings some; the yielded function, all."""
         compute = self._api.current_stream(self.device)
         states = list(optimizer.state.values())
 
         def to_device(part: Tensor) -> Tensor:
-            with self._api.stream(compute):  # the backward pass has freed this stream's memory
+            with self._api.stream(compute):  # the backward pass frees memory of this stream
                 copied = torch.empty_like(part, device=self.device)
-            self._stream.wait_stream(compute)  # until then, kernels may use that memory
+            self._stream.wait_stream(compute)  # kernels may still use that memory
             with self._api.stream(self._stream):
                 return copied.copy_(part, non_blocking=True)
 
@@ -126,17 +119,17 @@ class StateCopies:
             stack.callback(self._store, optimizer)
             for index, parameter in enumerate(trained):
                 hook = functools.partial(bring, states[index :: len(trained)])
-                stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+                stack.enter_context(parameter.register_post_accumulate_grad_hook(hook))
             yield finish
 
     def _store(self, optimizer: Optimizer) -> None:
         def to_host(part: Tensor) -> Tensor:
+            part.record_stream(self._stream)  # its memory must not be reused before the copy ends
             copied = part.to(HOST, non_blocking=True)
-            part.record_stream(self._stream)  # its memory is free after the copy
-            self._left.append(self._stream.record_event())
+            self.left.append(self._stream.record_event())
             return copied
 
-        self._left = []
+        self.left = []
         self._stream.wait_stream(self._api.current_stream(self.device))
         with self._api.stream(self._stream):
             _replace(optimizer.state.values(), HOST, to_host)
@@ -146,5 +139,5 @@ class StateCopies:
 
     def make_room(self, fraction: float, *_: Any) -> None:
         """Waits until this fraction of the moments has left the device."""
-        if self._left:
-            self._left[math.ceil(fraction * len(self._left)) - 1].synchronize()
+        if self.left:
+            self.left[int(fraction * len(self.left)) - 1].synchronize()
