@@ -5,8 +5,8 @@ of the host meet those of the device, and where the host waits for the device: i
 raises, also where torch cannot see it, at a non-blocking copy from memory that is not pinned.
 
 It cannot show kernels and their numbers, compiled code (`torch.compile` returns what it is given), races of streams,
-memory that is used or freed, inference mode (it is `no_grad` here), NCCL (gloo communicates) and CUDA IPC. But copies between
-host and device on other streams than the default run when something waits for them, and until then give NaN.
+memory that is used or freed, inference mode (it is `no_grad` here), NCCL (gloo communicates) and CUDA IPC. But copies
+between host and device on other streams than the default run when something waits for them, and are NaN before.
 To torch's C++ the tensors are the CPU's, so the CPU's choices of autocast apply.
 
 `install` changes torch for the whole process: `LIGHTRL_GPU_DEVICE=pretended pytest -m gpu tests/gpu` is one.
