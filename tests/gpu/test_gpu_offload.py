@@ -9,18 +9,16 @@ import pytest
 import torch
 from resharded_run import ADAPTED, SPEC, TinyPPO
 from several_run import InBF16
-from tiny_run import Digits, TinyGRPO, make_trainer
+from tiny_run import Digits, make_trainer
 from torch import Tensor
 
 from lightrl import FSDP2Strategy, RLCallback
 from lightrl.strategies import local
 
-SETTINGS: dict[str, Any] = {"num_minibatches": 2, "microbatch_tokens": 20}
 MODULES = {
     "two roles": lambda: TinyPPO(microbatch_tokens=20),
     "adapters": lambda: TinyPPO(microbatch_tokens=20, **ADAPTED),
-    "BF16AdamW": lambda: InBF16(SPEC, **SETTINGS),
-    "Muon": lambda: TinyGRPO(SPEC, optimizer="muon", **SETTINGS),
+    "BF16AdamW": lambda: InBF16(SPEC, num_minibatches=2, microbatch_tokens=20),
 }
 
 
