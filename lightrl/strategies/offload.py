@@ -65,13 +65,13 @@ def move_state(optimizer: Optimizer, device: torch.device) -> None:
     devices = {parameter.device for parameter in optimizer.state}
     for each in devices:  # StateCopies may be copying
         torch.get_device_module(each).synchronize(each)
-    _replace(optimizer.state.values(), device, lambda part: part.to(device, non_blocking=True))  # pinned in host memory
+    _renew(optimizer.state.values(), device, lambda part: part.to(device, non_blocking=True))  # pinned in host memory
     for each in devices:  # a checkpoint may read the copies immediately
         torch.get_device_module(each).synchronize(each)
 
 
 @torch.no_grad()
-def _replace(states: Iterable[dict[str, Any]], device: torch.device, copy: Callable[[Tensor], Tensor]) -> None:
+def _renew(states: Iterable[dict[str, Any]], device: torch.device, copy: Callable[[Tensor], Tensor]) -> None:
     """Replaces this rank's part of each moment by its copy, unless it is on the device already."""
     for value in (value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()):
         part = local(value)
@@ -108,10 +108,10 @@ class StateCopies:
 
         def bring(share: list[dict[str, Any]], *_: Any) -> None:
             if model.is_last:
-                _replace(share, self.device, to_device)
+                _renew(share, self.device, to_device)
 
         def finish() -> None:
-            _replace(states, self.device, to_device)
+            _renew(states, self.device, to_device)
             compute.wait_stream(self._stream)
 
         trained = [] if model is None else [item for item in model.model.parameters() if item.requires_grad]
@@ -132,7 +132,7 @@ class StateCopies:
         self.left = []
         self._stream.wait_stream(self._api.current_stream(self.device))
         with self._api.stream(self._stream):
-            _replace(optimizer.state.values(), HOST, to_host)
+            _renew(optimizer.state.values(), HOST, to_host)
         if optimizer not in self._optimizers:
             self._optimizers.add(optimizer)
             optimizer.register_state_dict_pre_hook(lambda _: self._stream.synchronize())

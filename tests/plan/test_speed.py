@@ -129,7 +129,7 @@ def test_a_mixture_counts_the_experts_that_a_token_uses():
     assert planned_time(mixed, ROUND, None).total_s < planned_time(run, ROUND, None).total_s
 
 
-@pytest.mark.parametrize(("copy_s", "waits_s"), [(1, 0), (2, 1), (3, 2), (4, 4), (9, 14)])  # per forward pass, here 1
+@pytest.mark.parametrize(("copy_s", "waits_s"), [(1, 0), (2, 1), (3, 3), (4, 5), (9, 15)])  # per forward pass, here 1
 def test_moments_are_copied_behind_one_forward_pass_and_one_backward_pass_that_takes_twice_as_long(copy_s, waits_s):
     run = replace(run_of("qwen3-1.7b").over(4), num_minibatches=2)
     cost, gpu = role_cost(run, run.roles[0]), replace(ROUND, link_bytes_per_s=1e18)
