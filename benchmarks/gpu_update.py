@@ -13,10 +13,11 @@ out of memory reports it. An update is one microbatch: forward, backward, optimi
     mixed    as pure under bf16-mixed: float32 weights, gradients and moments, products in bfloat16
     trainer  GRPO's whole update phase in lightrl.Trainer, with hooks, callbacks and metrics, under bf16-mixed
     fsdp2    the same with FSDP2Strategy, on one GPU
+    offload  the same with the moments in host memory between updates
 
 MFU is a fraction of `--tflops`, by default an H100's 989 for dense bfloat16 from its data sheet. It counts only work on
 real tokens, without recomputation: the head at loss tokens, half of causal attention, and a prompt for each of its
-trajectories, although `shared`, `trainer` and `fsdp2` compute it once. `warm_up_s` is the first update, with all
+trajectories, although `shared` and the last three compute it once. `warm_up_s` is the first update, with all
 compilation; `memory_gib` is the measured peak; `predicted_gib` is the estimate of plan/costs.py.
 """
 
@@ -51,7 +52,7 @@ from lightrl.strategies.parallel_3d import head_size
 from lightrl.trajectory import Trajectory
 
 GOAL_RATIO, GOAL_MFU = 1.3, {"qwen3-0.6b": 0.35, "qwen3-1.7b": 0.45}
-CONTENDERS = ("plain", "pure", "shared", "mixed", "trainer", "fsdp2")
+CONTENDERS = ("plain", "pure", "shared", "mixed", "trainer", "fsdp2", "offload")
 WARM_UP = 2  # updates
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -133,6 +134,7 @@ def trainer_seconds(
 ) -> list[float]:
     """Returns the seconds of each update phase of a run on recorded trajectories."""
     times = UpdateTimes()
+    sharded = FSDP2Strategy(offload_to_cpu=["optimizer"] if name == "offload" else [])
     spec = lightrl.ModelSpec(config=config.to_dict(), tokenizer="examples.quickstart.task.tokenizer", seed=0)
     tokens = sum(len(trajectory.token_ids) for trajectory in trajectories)
     reward = "examples.quickstart.reward.exact"
@@ -142,7 +144,7 @@ def trainer_seconds(
         path.write_text("".join(json.dumps(item.to_json()) + "\n" for item in trajectories))
         trainer = lightrl.Trainer(
             accelerator="gpu" if CUDA else "cpu", devices=1, precision="bf16-mixed",
-            strategy=FSDP2Strategy() if name == "fsdp2" else "auto", profiler=times, max_steps=WARM_UP + given.repeats,
+            strategy="auto" if name == "trainer" else sharded, profiler=times, max_steps=WARM_UP + given.repeats,
             logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
             gradient_clip_val=1.0, limit_val_batches=0, default_root_dir=folder,
         )  # fmt: skip
@@ -174,7 +176,7 @@ def measure(report: Report, model: str, tokens: int, given: argparse.Namespace) 
         if CUDA:
             torch.cuda.reset_peak_memory_stats()
         try:
-            if name in ("trainer", "fsdp2"):
+            if name in ("trainer", "fsdp2", "offload"):
                 first, *others = trainer_seconds(name, config, trajectories, given)
             else:
                 first, *others = loop_seconds(name, config, experience, given)

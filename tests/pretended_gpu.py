@@ -5,8 +5,9 @@ of the host meet those of the device, and where the host waits for the device: i
 raises, also where torch cannot see it, at a non-blocking copy from memory that is not pinned.
 
 It cannot show kernels and their numbers, compiled code (`torch.compile` returns what it is given), races of streams,
-memory that is used or freed, inference mode (it is `no_grad` here), NCCL (gloo communicates), CUDA IPC, and optimizer
-state offloaded under FSDP2. To torch's C++ the tensors are the CPU's, so the CPU's choices of autocast apply.
+memory that is used or freed, inference mode (it is `no_grad` here), NCCL (gloo communicates) and CUDA IPC. But copies
+between host and device on other streams than the default run when something waits for them, and are NaN before.
+To torch's C++ the tensors are the CPU's, so the CPU's choices of autocast apply.
 
 `install` changes torch for the whole process: `LIGHTRL_GPU_DEVICE=pretended pytest -m gpu tests/gpu` is one.
 """
@@ -16,6 +17,8 @@ import functools
 import itertools
 import threading
 import types
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +47,7 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     methods = {
         "to": _to, "cpu": lambda self, *_, **__: self.to(_HOST), "cuda": lambda self, *_, **__: self.to(_GPU),
-        "pin_memory": _pin, "is_pinned": _is_pinned, "record_stream": _ignore,
+        "pin_memory": _pin, "is_pinned": _is_pinned, "record_stream": _record_stream,
     }  # fmt: skip
     for name, method in methods.items():
         setattr(Tensor, name, method)
@@ -139,16 +142,22 @@ def _run(op: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
     schema = op._schema
     name = schema.name.removeprefix("aten::")
     values, named = tree_map(_value, (args, kwargs))
+    if name != "copy_" and not name.startswith("empty"):
+        _current().run()
     if device == "meta":
         return op(*values, **named)
     if name == "copy_":
         _check_copy(args[1], args[0], *args[2:], **kwargs)
+        if not isinstance(args[1], _Gpu) and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            return _later(args[0], functools.partial(values[0].copy_, values[1].detach()))
     elif name == "_to_copy" and not here:
         _check_copy(args[0], None, kwargs.get("non_blocking", False))
     elif name in _INDEXING:
         if any(index is not None and (index.dtype == torch.bool or not isinstance(index, _Gpu)) for index in args[1]):
             _wait("index by bool, or by a tensor of the host")
-    elif away := [tuple(item.shape) for item in tensors if item.dim() and item.device.type == "cpu"]:
+    elif not name.startswith("empty") and (
+        away := [tuple(item.shape) for item in tensors if item.dim() and item.device.type == "cpu"]
+    ):
         raise RuntimeError(f"Expected all tensors to be on cuda:0: {schema.name} got tensors {away} of the host.")
     if name in _WAITS and kwargs.get("output_size") is None:
         _wait(name)
@@ -187,7 +196,20 @@ class _Move(torch.autograd.Function):
         if isinstance(tensor, _Gpu):
             if not non_blocking:
                 _wait("copy to the host")
-            return _pin(tensor.value) if non_blocking else tensor.value.clone()
+            if not non_blocking:
+                return tensor.value.clone()
+            copy, value, content = _pin(tensor.value), weakref.ref(tensor.value), tensor.value.clone()
+            memory = tensor.value.untyped_storage()._cdata
+
+            def copied() -> None:
+                """Reads memory that was freed, as if it had been reused, unless the stream is recorded."""
+                live = value()
+                if live is None and memory in stream.recorded:
+                    live = content
+                copy.fill_(torch.nan) if live is None else copy.copy_(live)
+
+            stream = _current()
+            return _later(copy, copied)
         _check_copy(tensor, None, non_blocking)
         return _Gpu(tensor.detach().clone())
 
@@ -295,30 +317,93 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 class _Stream:
+    """Operations run at once, but copies between host and device on other streams than the default when one waits."""
+
     device = _GPU
-    wait_stream = wait_event = record_event = _ignore
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.copies: list[Callable[[], object]] = []  # all, in order
+        self.num_done = 0
+        self.recorded: set[int] = set()
+        _streams.add(self)
+
+    def run(self, end: int | None = None) -> None:
+        for copy in self.copies[self.num_done : end]:
+            self.num_done += 1
+            with torch.no_grad():
+                copy()
+
+    def wait_stream(self, other: "_Stream") -> None:
+        other.run()
+
+    def wait_event(self, event: "_Event") -> None:
+        event.wait()
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return (event or _Event()).record(self)  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         _wait("synchronize of a stream")
+        self.run()
 
 
 class _Event:
-    wait = _ignore
-
     def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+        self.stream, self.end = _DEFAULT, 0
 
-    def record(self, *_: Any) -> "_Event":
+    def record(self, stream: Any = None) -> "_Event":
+        self.stream = stream or _current()
+        self.end = len(self.stream.copies)
         return self
 
     def query(self) -> bool:
-        return True
+        return self.stream.num_done >= self.end
+
+    def wait(self, stream: Any = None) -> None:
+        self.stream.run(self.end)
 
     def synchronize(self) -> None:
         _wait("synchronize of an event")
+        self.wait()
+
+
+_streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
+_DEFAULT = _Stream()
+_local = threading.local()
+
+
+def _current(*_: Any) -> _Stream:
+    return getattr(_local, "stream", _DEFAULT)
+
+
+@contextlib.contextmanager
+def _on(stream: _Stream | None) -> Iterator[None]:
+    before = _current()
+    _local.stream = stream or before
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+def _later(target: Tensor, copy: Callable[[], object]) -> Tensor:
+    """Copies at once on the default stream, and on others when something waits."""
+    if (stream := _current()) is _DEFAULT:
+        copy()
+    else:
+        _value(target).fill_(torch.nan if target.is_floating_point() else 0)
+        stream.copies.append(copy)
+    return target
+
+
+def _record_stream(tensor: Tensor, stream: _Stream) -> None:
+    stream.recorded.add(_value(tensor).untyped_storage()._cdata)
+
+
+def _synchronize(*_: Any) -> None:
+    _wait("synchronize of the device")
+    for stream in [*_streams]:
+        stream.run()
 
 
 def _cuda_functions() -> dict[str, Any]:
@@ -329,7 +414,7 @@ def _cuda_functions() -> dict[str, Any]:
         "device_count": 1, "current_device": 0, "get_device_properties": properties, "get_device_name": "pretended",
         "get_device_capability": (9, 0), "mem_get_info": (70 * 2**30, 80 * 2**30), "memory_allocated": 0,
         "max_memory_allocated": 0, "memory_stats": {}, "is_current_stream_capturing": False,
-        "current_stream": _Stream(), "get_rng_state": torch.zeros(16, dtype=torch.uint8), "get_rng_state_all": [],
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8), "get_rng_state_all": [],
     }  # fmt: skip
     ignored = (
         "_lazy_init", "init", "set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed", "manual_seed_all",
@@ -338,9 +423,9 @@ def _cuda_functions() -> dict[str, Any]:
     results |= dict.fromkeys(ignored)
     return {
         **{name: lambda *_, result=result, **__: result for name, result in results.items()},
-        **dict.fromkeys(("stream", "device"), lambda *_: contextlib.nullcontext()),
+        "device": lambda *_: contextlib.nullcontext(), "stream": _on, "current_stream": _current,
         "Stream": _Stream, "Event": _Event, "set_sync_debug_mode": _set_sync_debug_mode,
-        "synchronize": lambda *_: _wait("synchronize of the device"),
+        "synchronize": _synchronize,
     }  # fmt: skip
 
 

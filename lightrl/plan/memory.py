@@ -24,6 +24,7 @@ from lightrl.plan.costs import (
     fsdp2_cost,
     key_value_bytes,
     key_value_ranks,
+    layer_bytes,
     parallel_3d_cost,
     peak_bytes,
 )
@@ -183,6 +184,7 @@ class RoleCost:
     sent_near: float = 0.0  # between adjacent ranks (over tp, cp, ep or pp), per update
     num_microbatches: int = 1
     offloaded: float = 0.0  # activations on the host, each counted once
+    one_layer: float = 0.0  # activations of one layer
 
     @property
     def sent(self) -> float:
@@ -237,7 +239,8 @@ def role_cost(run: PlannedRun, role: PlannedRole) -> RoleCost:
     if cost is not None and is_trained:
         sent = (cost.sent_dp, cost.sent_experts, cost.sent_tp + cost.sent_pp)
     num = math.ceil(tokens / role.dp / run.microbatch)
-    return RoleCost(weights, trained, moments, gathered, activations, logits, *sent, num, offloaded)
+    one_layer = float(microbatch * max(layer_bytes(size, layer, work) for layer in size.layers))
+    return RoleCost(weights, trained, moments, gathered, activations, logits, *sent, num, offloaded, one_layer)
 
 
 @dataclass(frozen=True)
@@ -279,8 +282,9 @@ def _memory(run: PlannedRun, ranks: range, costs: dict[str, RoleCost]) -> RankMe
             host["activations"] = max(cost.offloaded for cost in working)
         if "optimizer" in run.offloads and "moments" in device:
             host["moments"] = device["moments"]
-            # during the optimizer step, the moments reuse the memory of activations and logits
-            device["moments"] = max(0.0, host["moments"] - most.activations - most.logits)
+            # during the backward pass, the moments take the memory of all activations and logits but the last layer's
+            freed = most.activations + most.logits - most.one_layer
+            device["moments"] = max(0.0, host["moments"] - max(0.0, freed))
     if ranks.start == 0 and run.engine is not None and run.engine.place == "rank 0":
         weights, key_values = engine_memory(run, run.engine)
         device |= {"engine weights": weights, "KV cache": key_values}

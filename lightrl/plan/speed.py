@@ -77,8 +77,8 @@ class PlannedTime:
 def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> PlannedTime:
     """Predicts the time of an iteration, or of an update if the run trains on data.
 
-    Gathers over all ranks overlap with compute; exchanges between adjacent ranks, copies to the host and a pipeline's
-    idle time do not.
+    Gathers over all ranks overlap with compute, and copies of moments with the last microbatch's backward pass and the
+    next forward pass. Exchanges between adjacent ranks, copies of activations and a pipeline's idle time do not.
 
     Args:
         device_bytes: memory of each GPU, which limits the rows that a server decodes at once; None for no limit.
@@ -88,21 +88,25 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
     node = run.gpus_per_node
     batches = run.batches_per_update or 1
     updates = run.num_minibatches * run.update_epochs
-    update = waiting = exchanged = 0.0
+    update = waiting = exchanged = moved_s = 0.0
     for role in (role for role in run.roles if role.trained):
         # a backward costs two passes, or one if most weights have no gradient; checkpointing repeats the forward
         passes = (3 if role.trained == role.parameters else 2) + run.checkpoint_activations
         compute_s = run.update_epochs * batches * passes * pass_flops(run, role) / len(role.ranks) / rate
         cost, near = role_cost(run, role), max(role.tp * role.cp, run.ep)  # ep shares ranks with tp and cp
         idle = compute_s * (role.pp - 1) / cost.num_microbatches / run.stages_per_rank
-        copied = 2 * cost.moments * ("optimizer" in run.offloads) + 2 * cost.offloaded * cost.num_microbatches
-        exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near, node) + copied / gpu.host_bytes_per_s
+        moved_s += cost.moments * ("optimizer" in run.offloads) / gpu.host_bytes_per_s
+        exchanged_s = cost.sent_near / gpu.near_bytes_per_s(near, node)
+        exchanged_s += 2 * cost.offloaded * cost.num_microbatches / gpu.host_bytes_per_s
         ranks = len(role.ranks) // role.pp
         gathered_s = (cost.sent_dp - cost.sent_experts) / gpu.gather_bytes_per_s(ranks, role.tp, node)
         gathering_s = updates * (gathered_s + cost.sent_experts / gpu.gather_bytes_per_s(ranks, run.ep, node))
         waiting += max(0.0, gathering_s - compute_s - idle)
         exchanged += updates * exchanged_s
         update += max(compute_s + idle, gathering_s) + updates * exchanged_s
+    pass_s = compute_s / passes / updates / cost.num_microbatches  # moments come in the last role's backward pass
+    moved_s = updates * (max(0.0, moved_s - (passes - 1) * pass_s) + max(0.0, moved_s - pass_s))
+    update, exchanged = update + moved_s, exchanged + moved_s
     limit = ", limited by communication" if waiting else ""
     limit += f"; exchanges with neighbors and the host {exchanged:.3g} s" if exchanged else ""
     phases = [("update", update, f"{2 * passes} · parameters · tokens, and attention, at {MFU:.0%} MFU{limit}")]

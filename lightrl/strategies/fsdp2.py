@@ -44,7 +44,7 @@ from lightrl.strategies.fsdp2_model import FSDP2Model, cp_refused
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.layouts.packing_trial import refuses_packing
 from lightrl.strategies.layouts.probes import LAYER_DTYPE, compiles, decoder_layers, may_be_cut
-from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, move_state, offload_activations
+from lightrl.strategies.offload import HOST, OFFLOADABLE, Offloadable, StateCopies, move_state, offload_activations
 from lightrl.strategies.precision import ClipsByStrategy, subclassed
 from lightrl.strategies.ranks.processes import (
     START_TIMEOUT,
@@ -94,7 +94,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         activation_checkpointing: keep only each layer's input, and recompute the layer in the backward pass.
         offload_to_cpu: data to keep in CPU memory: `parameters` (shards, gradients and optimizer state; updates run on
             the CPU), `optimizer` (its state between updates), `activations` (saved by each layer for its backward pass;
-            few with activation_checkpointing). A GPU waits while activations and optimizer state are copied.
+            few with activation_checkpointing). A GPU waits while activations are copied, and computes while state is.
         reduce_every_microbatch: reduce gradients after each microbatch instead of once per minibatch. This saves
             memory, because no rank keeps whole gradients, but costs communication.
         compile_layers: `torch.compile` each decoder layer. None compiles on NVIDIA GPUs, except for models with experts
@@ -331,7 +331,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             wrap_blocks(model)
         if is_mixed:
             setattr(model, LAYER_DTYPE, torch.bfloat16)
-        for layer in reversed(layers):  # layers inside other layers first
+        for number, layer in reversed([*enumerate(layers, 1)]):  # layers inside other layers first
             trains = any(parameter.requires_grad for parameter in layer.parameters())
             if is_compiled:
                 layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -342,6 +342,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 layer.forward = functools.partial(checkpointed, context_fn=recompute_contexts)
             if "activations" in self.offload_to_cpu and trains:
                 offload_activations(layer)
+            if self.state_copies is not None:
+                layer.register_forward_pre_hook(functools.partial(self.state_copies.make_room, number / len(layers)))
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values():
                 if is_mixed:  # routers are gathered in float32
@@ -359,6 +361,11 @@ class FSDP2Strategy(ModelParallelStrategy):
     @property
     def _offloads_parameters(self) -> bool:
         return "parameters" in self.offload_to_cpu and self.root_device.type != "cpu"
+
+    @functools.cached_property
+    def state_copies(self) -> StateCopies | None:
+        moves = {"parameters", "optimizer"} & set(self.offload_to_cpu) == {"optimizer"}
+        return StateCopies(self.root_device) if moves and self.root_device.type != "cpu" else None
 
     def model_to_device(self) -> None:
         if not self._offloads_parameters:
@@ -395,21 +402,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         )
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the update. Offloaded optimizer state is on the device only after the backward pass."""
-        moves_state = "optimizer" in self.offload_to_cpu and not self._offloads_parameters
+        """Runs the update. Offloaded optimizer state is copied while the device computes; see StateCopies."""
+        copies: Any = contextlib.nullcontext(lambda: None)
+        if self.state_copies is not None:
+            models = getattr(self.lightning_module, "parallel_models", {}).values()  # in the order of training
+            trained = (each for each in models if isinstance(each, FSDP2Model) and each.is_trained)
+            copies = self.state_copies.during_step(optimizer, [None, *trained][-1])
+        with copies as bring_others:
 
-        def closure_and_state() -> Any:
-            result = closure()
-            self.ranks.average_gradients()  # no effect if RolloutLoop has averaged them already
-            if moves_state:
-                move_state(optimizer, self.root_device)
-            return result
+            def closure_and_state() -> Any:
+                result = closure()
+                self.ranks.average_gradients()  # no effect if RolloutLoop has averaged them already
+                bring_others()
+                return result
 
-        try:
             return super().optimizer_step(optimizer, closure_and_state, *args, **kwargs)
-        finally:
-            if moves_state:
-                move_state(optimizer, HOST)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.model is not None
@@ -428,7 +435,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             writer_mark=mark,
             group=self._save_group,
             is_main=self.is_global_zero,
-            copies=self.save_async and self.root_device.type == "cpu",  # on GPUs the state is already a copy
+            copies=self.save_async,
         )
         with self.ranks.phase("checkpoint", has_own_deadline=True):  # may take any time while the disk makes progress
             if self.save_async:

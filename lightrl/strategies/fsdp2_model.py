@@ -60,6 +60,8 @@ class FSDP2Model(SingleModel):
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
+        self.is_last = False  # whether the microbatch is the update's last
+        self.is_trained = any(parameter.requires_grad for parameter in model.parameters())
         self._root = model
         self._gather: PlannedGather | None = None
         # FSDP gathers the root's parameters for this call.
@@ -96,7 +98,7 @@ class FSDP2Model(SingleModel):
     def forward_backward(self, microbatches: Sequence[Experience], loss_fn: LossFunction, backward: Backward) -> None:
         for index, (microbatch, calls) in enumerate(zip(microbatches, self._calls(microbatches), strict=True)):
             self.num_calls = calls
-            is_last = index == len(microbatches) - 1
+            self.is_last = is_last = index == len(microbatches) - 1
             for module in (self._root, self.value_head):
                 if isinstance(module, FSDPModule):
                     module.set_requires_gradient_sync(is_last or self.reduce_every_microbatch)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -57,19 +60,84 @@ class _HostCopy:
         self.device = tensor.device
 
 
-@torch.no_grad()
 def move_state(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves the optimizer's moments, but not its step counts, to a device or to host memory."""
-    sources = set()
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.dim():
-                part = local(value)
-                sources.add(part.device)
-                moved = part.to(device, non_blocking=True)  # torch uses pinned memory for copies to the host
-                if part is value:
-                    state[name] = moved
-                else:
-                    part.data = moved
-    for source in sources - {HOST, device}:
-        torch.get_device_module(source).synchronize(source)  # because a checkpoint may read the copies immediately
+    """Moves the optimizer's moments, but not its step counts, to a device or to host memory, and waits."""
+    devices = {parameter.device for parameter in optimizer.state}
+    for each in devices:  # StateCopies may be copying
+        torch.get_device_module(each).synchronize(each)
+    _renew(optimizer.state.values(), device, lambda part: part.to(device, non_blocking=True))  # pinned in host memory
+    for each in devices:  # a checkpoint may read the copies immediately
+        torch.get_device_module(each).synchronize(each)
+
+
+@torch.no_grad()
+def _renew(states: Iterable[dict[str, Any]], device: torch.device, copy: Callable[[Tensor], Tensor]) -> None:
+    """Replaces this rank's part of each moment by its copy, unless it is on the device already."""
+    for value in (value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()):
+        part = local(value)
+        if part.device.type != device.type:
+            part.data = copy(part)
+
+
+class StateCopies:
+    """Copies moments between pinned host memory and a device, on a stream of its own, while the device computes.
+
+    They come as a backward pass frees activations, and leave as a forward pass saves them. The host does not wait for
+    the copies: before you read the state, call `optimizer.state_dict()` or `move_state`, which wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._api: Any = torch.get_device_module(device)
+        self._stream = self._api.Stream(device)
+        self.left: list[Any] = []  # an event after each copy to the host
+        self._optimizers = WeakSet[Optimizer]()
+
+    @contextlib.contextmanager
+    def during_step(self, optimizer: Optimizer, model: Any) -> Iterator[Callable[[], None]]:
+        """In the last backward pass of an FSDP2Model, each reduced gradient brings some; the yielded function, all."""
+        compute = self._api.current_stream(self.device)
+        states = list(optimizer.state.values())
+
+        def to_device(part: Tensor) -> Tensor:
+            with self._api.stream(compute):  # the backward pass frees memory of this stream
+                copied = torch.empty_like(part, device=self.device)
+            self._stream.wait_stream(compute)  # kernels may still use that memory
+            with self._api.stream(self._stream):
+                return copied.copy_(part, non_blocking=True)
+
+        def bring(share: list[dict[str, Any]], *_: Any) -> None:
+            if model.is_last:
+                _renew(share, self.device, to_device)
+
+        def finish() -> None:
+            _renew(states, self.device, to_device)
+            compute.wait_stream(self._stream)
+
+        trained = [] if model is None else [item for item in model.model.parameters() if item.requires_grad]
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._store, optimizer)
+            for index, parameter in enumerate(trained):
+                hook = functools.partial(bring, states[index :: len(trained)])
+                stack.enter_context(parameter.register_post_accumulate_grad_hook(hook))
+            yield finish
+
+    def _store(self, optimizer: Optimizer) -> None:
+        def to_host(part: Tensor) -> Tensor:
+            part.record_stream(self._stream)  # its memory must not be reused before the copy ends
+            copied = part.to(HOST, non_blocking=True)
+            self.left.append(self._stream.record_event())
+            return copied
+
+        self.left = []
+        self._stream.wait_stream(self._api.current_stream(self.device))
+        with self._api.stream(self._stream):
+            _renew(optimizer.state.values(), HOST, to_host)
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            optimizer.register_state_dict_pre_hook(lambda _: self._stream.synchronize())
+
+    def make_room(self, fraction: float, *_: Any) -> None:
+        """Waits until this fraction of the moments has left the device."""
+        if self.left:
+            self.left[int(fraction * len(self.left)) - 1].synchronize()

@@ -188,7 +188,8 @@ def test_what_is_offloaded_waits_in_the_host() -> None:
     moments = memory("optimizer")
     working = kept.device["activations"] + kept.device["logits"]
     assert moments.host["moments"] == kept.device["moments"]
-    assert moments.device["moments"] == max(0, kept.device["moments"] - working)  # in the place of the activations
+    waiting = kept.device["moments"] - moments.device["moments"]  # until activations, except one layer's, make room
+    assert 0 < waiting < working
     for recomputes in (False, True):
         before, after = (memory(*each, checkpoint_activations=recomputes) for each in ((), ("activations",)))
         assert after.device["activations"] < before.device["activations"]

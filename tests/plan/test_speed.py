@@ -129,16 +129,24 @@ def test_a_mixture_counts_the_experts_that_a_token_uses():
     assert planned_time(mixed, ROUND, None).total_s < planned_time(run, ROUND, None).total_s
 
 
-def test_what_neighbors_exchange_and_what_waits_on_the_host_comes_on_top_of_the_compute():
+@pytest.mark.parametrize(("copy_s", "waits_s"), [(1, 0), (2, 1), (3, 3), (4, 5), (9, 15)])  # per forward pass, here 1
+def test_moments_are_copied_behind_one_forward_pass_and_one_backward_pass_that_takes_twice_as_long(copy_s, waits_s):
+    run = replace(run_of("qwen3-1.7b").over(4), num_minibatches=2)
+    cost, gpu = role_cost(run, run.roles[0]), replace(ROUND, link_bytes_per_s=1e18)
+    forward_s = planned_time(run, gpu, None).phases[-1][1] / 2 / cost.num_microbatches / 3  # in two updates
+    gpu = replace(gpu, host_bytes_per_s=2 * 4 * run.roles[0].parameters / 4 / (copy_s * forward_s))
+    times = [planned_time(replace(run, offloads=what), gpu, None).phases[-1][1] for what in ([], ["optimizer"])]
+    assert times[1] - times[0] == pytest.approx(2 * waits_s * forward_s, abs=1e-9 * times[0])
+
+
+def test_what_neighbors_exchange_comes_on_top_of_the_compute():
     run = run_of("qwen3-1.7b").over(4)
 
     def update_s(changed: PlannedRun) -> float:
-        return planned_time(changed, replace(ROUND, host_bytes_per_s=1e10), None).phases[-1][1]
+        return planned_time(changed, ROUND, None).phases[-1][1]
 
     shared = replace(run, roles=(replace(run.roles[0], cp=2),))
     assert update_s(shared) - update_s(run) == pytest.approx(role_cost(shared, shared.roles[0]).sent_near / 1e11)
-    moments = 2 * 4 * run.roles[0].parameters / 4
-    assert update_s(replace(run, offloads=["optimizer"])) - update_s(run) == pytest.approx(2 * moments / 1e10)
     staged = replace(run, layout="3D", microbatch_tokens=2048, roles=(replace(run.roles[0], pp=4),))
     times = [planned_time(each, replace(ROUND, link_bytes_per_s=1e18), None).phases[-1][1] for each in (staged, run)]
     assert times[0] == pytest.approx(times[1] * (8 + 4 - 1) / 8)  # eight microbatches

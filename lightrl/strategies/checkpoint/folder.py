@@ -67,7 +67,7 @@ def folder_writer(
         place: the folder's path, the same on all ranks.
         writer_mark: rank 0's mark (owner.py) and a unique suffix, which identify this save in every file.
         group: all ranks; used only by the writing thread.
-        copies: whether to copy the tensors now, because training continues during the write.
+        copies: whether to copy the tensors to host memory now, because training continues during the write.
 
     Raises:
         OSError: from the returned function, if the folder cannot be written.
@@ -77,7 +77,7 @@ def folder_writer(
     state |= {f"optimizer_{index}": values for index, values in enumerate(checkpoint.pop("optimizer_states", []))}
     state = {name: values for name, values in state.items() if values}  # a rank may have no values
     if copies:
-        state = tree_map_only(Tensor, torch.clone, state)
+        state = tree_map_only(Tensor, lambda value: value.to("cpu", copy=True), state)
     rest = io.BytesIO()
     save_id = f"{OWN}{writer_mark}"
     torch.save({**checkpoint, _SAVE_ID: save_id}, rest)
