@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 from weakref import WeakSet, WeakValueDictionary
@@ -140,4 +141,4 @@ class StateCopies:
     def make_room(self, fraction: float, *_: Any) -> None:
         """Waits until this fraction of the moments has left the device."""
         if self.left:
-            self.left[int(fraction * len(self.left)) - 1].synchronize()
+            self.left[math.ceil(fraction * len(self.left)) - 1].synchronize()
