@@ -283,8 +283,7 @@ def test_a_warming_head_leaves_the_body_it_shares_to_the_bit(tmp_path: Path) -> 
     assert not torch.equal(module.value_head.weight, head)
     assert set(trainer.optimizers[0].state) == {module.value_head.weight}
     module.critic_warmup_iterations = 0
-    trainer = fit(tmp_path, module)
-    assert len(trainer.optimizers[0].state) == len(start) + 1
+    assert len(fit(tmp_path, module).optimizers[0].state) == len(start) + 1
 
 
 def test_a_moving_reference_has_the_policys_shape() -> None:
@@ -334,8 +333,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: 
     }
     whole = to_fit(**settings)
     fit(tmp_path, whole, num_iterations=4)
-    half = to_fit(**settings)
-    fit(tmp_path, half, num_iterations=2).save_checkpoint(tmp_path / "half.ckpt")
+    fit(tmp_path, to_fit(**settings), num_iterations=2).save_checkpoint(tmp_path / "half.ckpt")
     again = to_fit(**settings)
     fit(tmp_path, again, num_iterations=4, ckpt_path=tmp_path / "half.ckpt")
     expected, found = weights_of(whole), weights_of(again)

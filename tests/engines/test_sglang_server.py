@@ -364,8 +364,7 @@ def test_each_server_gets_its_own_devices():
 
 def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, served, monkeypatch):
     monkeypatch.setenv("SGLANG_ANYTHING", "1")
-    server = ready(small_server(devices=[4, 5]))
-    found = ask(server)["environment"]
+    found = ask(ready(small_server(devices=[4, 5])))["environment"]
     assert (found["CUDA_VISIBLE_DEVICES"], found["SGLANG_ANYTHING"]) == ("4,5", "1")
     monkeypatch.setenv("PYTHONPATH", "/trainers/own")
     environment = served().environment()

@@ -117,5 +117,4 @@ def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(runs: Path
 def test_the_table_names_every_example() -> None:
     table = (EXAMPLES / "README.md").read_text()
     listed = [path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name != "gpu"]  # recipes that have not run
-    missing = [path.name for path in listed if path.name not in table]
-    assert missing == []
+    assert [path.name for path in listed if path.name not in table] == []

@@ -97,8 +97,7 @@ class EmbeddedModel(ScriptedModel):
         if list(Path(folder).glob("*.safetensors")):
             tensors = {name: tensor for file in self._read(folder) for name, tensor in file.items()}
         else:
-            model = AutoModelForCausalLM.from_config(config)
-            tensors = dict(model.named_parameters())
+            tensors = dict(AutoModelForCausalLM.from_config(config).named_parameters())
         if getattr(config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
@@ -259,8 +258,7 @@ class EmbeddedModel(ScriptedModel):
         await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> list[dict[str, str]]:
-        held = self._engine.read_weights()
-        ranks = checksums(held, self.config, self._num_ranks)
+        ranks = checksums(self._engine.read_weights(), self.config, self._num_ranks)
         if self.draft is not None:
             drafts = checksums(self.draft.parameters(), self.config, self._num_ranks)
             for rank, draft in zip(ranks, drafts, strict=True):

@@ -636,8 +636,7 @@ def test_close_waits_for_a_workflow_that_cleans_up(make: Make) -> None:
             await asyncio.sleep(0.05)
             cleaned.append(prompt.id)
 
-    controller = make(workflow=Doing(cleans_up), max_staleness=1)
-    controller.close()
+    make(workflow=Doing(cleans_up), max_staleness=1).close()
     assert sorted(cleaned) == ["p0", "p1", "p2", "p3"]
 
 
@@ -692,8 +691,7 @@ def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any
 
 def assert_no_slot_leaks(controller: RolloutController) -> None:
     """Two whole iterations follow, every position is somewhere, and the engine is idle then."""
-    seen = ids(iterate(controller, 0)) + ids(controller.take(1))
-    assert seen == [0, 1, 2, 3]
+    assert ids(iterate(controller, 0)) + ids(controller.take(1)) == [0, 1, 2, 3]
     state = controller.state_dict()
     kept = state["in_flight"] + [group["id"] for group in state["finished"]]
     assert sorted([*kept, 0, 1]) == list(range(state["next_position"]))

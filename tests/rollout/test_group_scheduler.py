@@ -475,8 +475,7 @@ class Controller(RuleBasedStateMachine):
     @invariant()
     def the_counts_add_up(self) -> None:
         assert self.scheduler.num_consumed == len(self.trained)
-        drops = Counter(drop.reason for drop in self.scheduler.counter.drain())
-        assert drops == +self.num_drops
+        assert Counter(drop.reason for drop in self.scheduler.counter.drain()) == +self.num_drops
         self.num_drops.clear()
         dropped = self.scheduler.counter.drain_groups()
         self.num_gone = getattr(self, "num_gone", 0) + sum(dropped.values())

@@ -110,8 +110,7 @@ def test_the_teachers_tokens_have_the_logprobs_and_the_gradient_of_a_slow_loop(f
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_and_entropy_equal_a_slow_loop(family: str, temperature: float, num_turns: int) -> None:
     model, experience = tiny_model(family), random_experience(num_turns=num_turns)
-    settings = LogprobSettings(temperature=temperature)
-    (outputs,) = SingleModel(model, settings).forward([experience])
+    (outputs,) = SingleModel(model, LogprobSettings(temperature=temperature)).forward([experience])
     logprobs, entropy = slow_outputs(model, experience, temperature=temperature)
     torch.testing.assert_close(outputs.logprobs, logprobs, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs.entropy, entropy, rtol=1e-4, atol=1e-4)

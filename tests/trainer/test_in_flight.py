@@ -59,8 +59,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
 def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, checkpoint: Path, tmp_path: Path) -> None:
-    saved = rollout_state(checkpoint)
-    parts = [Completion.from_state(item) for _, item in saved["written"]]
+    parts = [Completion.from_state(item) for _, item in rollout_state(checkpoint)["written"]]
     assert {part.finish_reason for part in parts} >= {"abort"}
     resumed = fit(tmp_path, engine(), ckpt_path=checkpoint)
     rows = []

@@ -277,8 +277,7 @@ def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             self.log("policy/flat", 1.0)
 
-    trainer = train(tmp_path, Own(), max_steps=4)
-    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.5
+    assert train(tmp_path, Own(), max_steps=4).optimizers[0].param_groups[0]["lr"] < 0.5
 
 
 @habit("def configure_model(self)", "call `super()`'s, then freeze or change the loaded models")

@@ -68,8 +68,7 @@ def fit(folder: Path, resume: Path | None = None, *, max_staleness: int = 0, **f
 def test_each_source_runs_its_own_task(tmp_path: Path) -> None:
     _, seen, trainer = fit(tmp_path, limit_val_batches=1.0, check_val_every_n_epoch=None, val_check_interval=3)
     groups = [group for iteration in seen.groups for group in iteration]
-    turns = Counter(group.prompt.source for group in groups)
-    assert turns == {"short": 6, "turns": 6, None: 6}
+    assert Counter(group.prompt.source for group in groups) == {"short": 6, "turns": 6, None: 6}
     for group in groups:
         items, source = group.trajectories, group.prompt.source
         assert len(items) == {"short": 2, "turns": 3, None: 4}[source]

@@ -130,8 +130,7 @@ def test_the_engines_logprobs_are_the_trainers_after_an_image_in_a_result(trajec
 def test_the_gradient_does_not_depend_on_how_rows_share_a_prompt(trajectories):
     def gradient(form: str) -> dict[str, torch.Tensor]:
         model = image_spec().load_model()
-        parallel = SingleModel(model, LogprobSettings(), form=form)
-        parallel.forward_backward(
+        SingleModel(model, LogprobSettings(), form=form).forward_backward(
             [experience_of(trajectories)],
             lambda part, out: (out.logprobs.sum(1) * part.rewards).sum(),
             torch.Tensor.backward,

@@ -123,15 +123,13 @@ def test_settings_name_where_a_program_finds_its_task_and_the_policy(
 
 
 def test_a_workflow_worker_makes_the_folders_where_the_process_that_computes_rewards_keeps_them() -> None:
-    sent = pickle.loads(pickle.dumps(workflow_of("ask('a')")))
-    trajectory = play(sent)
+    trajectory = play(pickle.loads(pickle.dumps(workflow_of("ask('a')"))))
     assert Path(str(trajectory.workspace)).parents[1] == Path(root_of(os.getpid()))
 
 
 def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
     program = "ask('a'); print(*sorted(os.environ)); print(os.environ['HOME'] == os.getcwd()[:-4] + 'home')"
-    trajectory = play(workflow_of(program))
-    names, *rest = trajectory.agent_output.splitlines()
+    names, *rest = play(workflow_of(program)).agent_output.splitlines()
     assert set(names.split()) - {"LC_CTYPE", "LANG"} == {
         *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
         *("HOME", "TMPDIR", "PATH", "NO_PROXY", "USER", "LOGNAME"),

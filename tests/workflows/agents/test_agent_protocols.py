@@ -213,8 +213,7 @@ def test_a_custom_tool_and_one_of_a_namespace_come_back_as_codex_expects_them() 
         items += [second.to_dict(), {"type": "function_call_output", "call_id": second.call_id, "output": "3"}]
         assert (await responses(client, items, tools=tools)).output_text == "Done."
 
-    trajectory = play(with_client(talk), scripted(patch, add, "Done."), max_tokens=2000)
-    assert len(trajectory.turns) == 3
+    assert len(play(with_client(talk), scripted(patch, add, "Done."), max_tokens=2000).turns) == 3
 
 
 def test_a_deferred_tool_is_shown_where_a_result_refers_to_it() -> None:
@@ -324,8 +323,7 @@ def test_a_stream_that_waits_shows_life(monkeypatch: pytest.MonkeyPatch) -> None
                 async with http.post(f"{base_url}/{path}", json={**body, "stream": True}) as response:
                     texts[path] = await response.text()
         async with client_of(base_url, api_key) as client:
-            stream = await responses(client, "hi", stream=True)
-            kinds = [event.type async for event in stream]
+            kinds = [event.type async for event in await responses(client, "hi", stream=True)]
             assert kinds[-1] == "response.completed"
 
     texts: dict[str, str] = {}

@@ -486,8 +486,7 @@ def test_the_policy_reads_an_agents_images_and_the_trainer_reads_the_same(agent:
     image = [IMAGE_TOKEN] * TOKENS_EACH
     assert trajectory.token_ids[: first.start] == [4, 5, *image, 13]  # 1 2, the image, =
     assert trajectory.token_ids[second.start - TOKENS_EACH - 1 : second.start] == [*image, 13]
-    shown = [*trajectory.prompt.images, *trajectory.images]
-    table = image_reader().read(shown).pixel_values
+    table = image_reader().read([*trajectory.prompt.images, *trajectory.images]).pixel_values
     assert torch.equal(table, image_reader().read([RED, BLUE]).pixel_values)
     experience = with_images(Experience.from_trajectories([trajectory]), [trajectory], image_reader())
     (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])

@@ -79,8 +79,7 @@ def test_thinking_that_the_prompt_opens_is_thinking_for_the_response_template() 
     ],
 )
 def test_what_the_response_template_cannot_read_is_a_call_with_an_error(call: str, says: str) -> None:
-    parsed = parse(f"<tool_call>{call}</tool_call><|im_end|>", HERMES)
-    (called,) = parsed.calls
+    (called,) = parse(f"<tool_call>{call}</tool_call><|im_end|>", HERMES).calls
     assert says in (called.error or "")
 
 

@@ -157,8 +157,7 @@ def test_an_ended_session_and_an_unknown_route_are_not_found_and_an_unknown_sess
         seen.append((base_url, api_key))
 
     async def scenario() -> None:
-        workflow = workflow_of(talk)
-        await workflow.run(PROMPT, generate_with(scripted("one")))
+        await workflow_of(talk).run(PROMPT, generate_with(scripted("one")))
         ((base_url, api_key),) = seen
         async with client_of(base_url, api_key) as client:
             with pytest.raises(openai.NotFoundError, match="no such session"):
@@ -185,8 +184,7 @@ def test_what_cannot_be_served_is_refused_before_the_policy_is_asked() -> None:
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"null"], ids=["cut", "a list", "no text", "null"])
 def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as http:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
             async with http.post(f"{base_url}/chat/completions", data=body) as response:
                 assert response.status == 400
                 assert "must be a JSON object" in (await response.json())["error"]["message"]

@@ -103,8 +103,7 @@ class Folders:
                 if running.returncode is None:
                     os.killpg(running.pid, signal.SIGKILL)
                     await running.wait()
-        said = (folder / "output.txt").read_text()
-        assert "Done." in said
+        assert "Done." in (folder / "output.txt").read_text()
         return float("/ 2" in (work / "half.py").read_text())
 
 
