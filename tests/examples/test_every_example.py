@@ -1,7 +1,5 @@
 """Each YAML says how it is started and can be built; those that no other file here starts are started."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

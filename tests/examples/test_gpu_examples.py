@@ -1,7 +1,5 @@
 """The examples for GPUs, which have not run on any: what can be told of them without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run where a new user would be, except that the folder is empty: what the files write to `runs/` and read there fits.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FakeServerProcess: starts the fake server in a process of its own, makes it fail, ends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -42,7 +40,7 @@ class FakeServerProcess:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, port: int = 0) -> FakeServerProcess:
+    def start(self, port: int = 0) -> "FakeServerProcess":
         """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within ten minutes."""
         self.stop()
         command = [*COMMAND, "--port", str(port)]
@@ -105,7 +103,7 @@ class FakeServerProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def __enter__(self) -> FakeServerProcess:
+    def __enter__(self) -> "FakeServerProcess":
         return self.start() if self._process is None else self
 
     def __exit__(self, *_: object) -> None:

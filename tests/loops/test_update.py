@@ -1,7 +1,5 @@
 """Minibatch losses, the guard against gradients that are not finite, and updates through Lightning's own trainer."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import replace

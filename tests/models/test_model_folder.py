@@ -1,7 +1,5 @@
 """Model folders: whole or absent; transformers loads scalar heads without a word, SGLang finds the bias it wants."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

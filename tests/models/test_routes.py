@@ -1,7 +1,5 @@
 """models/routes.py: recorded routes replayed by a model, by SingleModel, and what joins them on their way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

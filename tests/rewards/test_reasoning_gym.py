@@ -1,7 +1,5 @@
 """reasoning-gym's rows and reward, on a stand-in that counts legs as it does, and on the package itself."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys

@@ -3,8 +3,6 @@
 Letters as in group_scheduler.py: v weight version, η max_staleness, P groups per iteration, G group size.
 """
 
-from __future__ import annotations
-
 import copy
 import heapq
 import json
@@ -249,7 +247,7 @@ class Simulation:
         self.random = random.Random(self.seed)
         self.scheduler = GroupScheduler(self.settings)
 
-    def run(self, num_iterations: int) -> Simulation:
+    def run(self, num_iterations: int) -> "Simulation":
         while self.version < num_iterations:
             for running in start_all(self.scheduler, self.version, self.next_position):
                 duration = self.random.uniform(0.5, 1.0) * (30 if self.random.random() < 0.05 else 1)
@@ -279,7 +277,7 @@ class Simulation:
         finish(self.scheduler, running, version=running.started_version, reward=-float(self.random.random() < 0.03))
 
 
-def simulation(groups_per_iteration: int, max_staleness: int, *, seed: int = 0, **others: Any) -> Simulation:
+def simulation(groups_per_iteration: int, max_staleness: int, *, seed: int = 0, **others: Any) -> "Simulation":
     return Simulation(rules(groups_per_iteration, max_staleness, group_filter=drops_negative, **others), seed=seed)
 
 

@@ -1,7 +1,5 @@
 """An asynchronous run that is resumed continues the completions that were in flight, in the middle of their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

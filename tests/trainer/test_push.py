@@ -1,7 +1,5 @@
 """lightrl export --push: the real huggingface_hub against a hub on loopback, which keeps what it is sent."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

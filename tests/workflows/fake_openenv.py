@@ -1,7 +1,5 @@
 """A server in a thread that answers as openenv 0.10 did when it was recorded, and others that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

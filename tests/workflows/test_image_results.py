@@ -1,7 +1,5 @@
 """Images in results of tools: image parts of the tool's turn, whose features engine and trainer see alike."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

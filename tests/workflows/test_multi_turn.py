@@ -1,7 +1,5 @@
 """MultiTurn: what the policy wrote stays as it was drawn; rewards, limits, failing environments, many at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Scripted policies, and how to play one agent with the openai client: what tests of agents share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Claude Code and Codex as scripts/agents installs them, and the small task that they do in a folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs as agents: what they find, what they leave, and that nothing is left running."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

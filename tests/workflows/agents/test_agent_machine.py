@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Ordinary commands give an agent what they give outside: the same output, the same errors, the same exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

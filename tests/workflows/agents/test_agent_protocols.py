@@ -1,7 +1,5 @@
 """Three protocols in front of one session: tools and thinking of each, streams, and what each of them refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """What agents ask for beyond messages: stop texts, constraints, choices, references, images, other models, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

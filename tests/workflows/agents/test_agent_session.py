@@ -1,7 +1,5 @@
 """What becomes of an agent's requests: exact tokens over turns, branches, tools, limits; with the openai client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """Which library parses a completion, and that thinking, text, calls and errors come out the same from all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

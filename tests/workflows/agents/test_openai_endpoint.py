@@ -1,7 +1,5 @@
 """The endpoint's door: keys, sessions, what is refused or ignored, streams, and that nothing of it is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

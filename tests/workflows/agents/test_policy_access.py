@@ -1,7 +1,5 @@
 """The policy as an OpenAI URL for evaluation tools, with the openai client, beside transformers' own numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The real Claude Code and Codex fix a file in a folder, with a scripted policy, and are trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Tasks in containers: by a fake command-line program, and, as an extra, by the real docker and podman."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Tasks in this machine's sandbox: what is read, what an agent finds, and that only its work earns a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
