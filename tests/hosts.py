@@ -102,7 +102,6 @@ class Hosts:
         apart = [*_APART, *(["--uts"] if self.are_named else []), "bash", "-ec", "\n".join(begin)]
         process = subprocess.Popen(apart, stdout=subprocess.PIPE)
         self._processes[number] = process
-        assert process.stdout is not None
         process.stdout.readline()  # the namespaces are there
         process.stdout.close()
         (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

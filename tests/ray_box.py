@@ -89,7 +89,6 @@ class Ray:
     def _start(self, number: int, words: list[str]) -> None:
         name, enter = f"node{number}", [] if self._hosts is None else self._hosts.enter(number)
         if number > 1:  # what is there belongs to one node
-            assert self._hosts is not None
             mount = self._hosts.popen(number, ["mount", "-t", "tmpfs", "tmpfs", str(self.folder)])
             assert mount.wait(10) == 0
         for attempt in range(_ATTEMPTS):

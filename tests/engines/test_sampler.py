@@ -117,7 +117,6 @@ def test_logprobs_are_those_within_the_support() -> None:
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
     assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
-    assert top is not None
     assert top[0][:, :2].tolist() == [[1, 3], [1, 3]]
     assert top[1].exp().flatten().tolist() == pytest.approx([0.4 / 0.65, 0.25 / 0.65, 0, 0.4, 0.25, 0.2])
 

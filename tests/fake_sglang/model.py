@@ -178,7 +178,6 @@ class EmbeddedModel(ScriptedModel):
         self._stale = None
 
     async def revert(self, fault: Fault) -> None:
-        assert self._history is not None
         versions = self._history.versions
         self._put(versions[max(0, len(versions) - 1 - fault.versions_back)], self.version)
         fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())

@@ -37,7 +37,6 @@ class FakeServerProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
     def start(self, port: int = 0) -> "FakeServerProcess":
@@ -54,7 +53,6 @@ class FakeServerProcess:
         )
         watch = threading.Timer(600.0, self._process.kill)
         watch.start()
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         watch.cancel()
         if not line:

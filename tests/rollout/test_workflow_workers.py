@@ -396,7 +396,6 @@ def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess], tmp
     paths = [str(Path(__file__).parent), *sys.path]
     script.write_text(TRAINER.format(paths=paths, urls=[server.url for server in servers]))
     with forked.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as trainer:
-        assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"taken\n"
         children = psutil.Process(trainer.pid).children(recursive=True)
         workers = workers_of(trainer.pid)

@@ -55,7 +55,6 @@ def make_model(family: str) -> Any:
         spec = tiny_spec("qwen3", head="scalar")
         model = replace(spec, config={**(spec.config or {}), **changes}).load_model()
         head = scalar_head(model)
-        assert head is not None
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return model
     if family in MIXTURES:
@@ -78,7 +77,6 @@ def parts(seed: int, *, is_truncated: bool) -> list[Experience]:
 def with_routes(experience: Experience, config: Any, known: float = 0.8) -> Experience:
     """Each token with two random experts in each block; known for this fraction of the tokens."""
     layout = RouteLayout.of(config)
-    assert layout is not None
     generator = torch.Generator().manual_seed(4)
     shape = (*experience.token_ids.shape, len(layout.layers), layout.num_experts)
     routes = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.uint8).flatten(2)

@@ -38,7 +38,6 @@ def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     assert {"val/reward", "val/pass_at_2_fraction"} <= validated.keys()
     assert tested["test/prompts"] == 4
     predicted = trainer.predict(module, datamodule=Digits())
-    assert predicted is not None
     groups: list[Group] = [group for batch in predicted for group in batch]  # type: ignore[union-attr]
     assert [len(group.trajectories) for group in groups] == [2] * 4
     assert all(trajectory.reward is not None for group in groups for trajectory in group.trajectories)

@@ -112,11 +112,9 @@ def openenv(session: type[Any] | None) -> Iterator[str]:
     """The address of a server with such sessions; of one that knows no route at all if None."""
 
     async def schema(request: web.Request) -> web.Response:
-        assert session is not None
         return web.json_response({"action": {"properties": {field: {} for field in session.fields}}})
 
     async def connect(request: web.Request) -> web.WebSocketResponse:
-        assert session is not None
         one, socket = session(), web.WebSocketResponse()
         await socket.prepare(request)
         async for message in socket:

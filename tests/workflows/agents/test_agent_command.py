@@ -536,8 +536,6 @@ def test_where_namespaces_are_refused_landlock_leaves_the_endpoints_port_alone(t
         line = json.dumps(request).encode() + b"\n"
         guard = subprocess.Popen([*GUARD_COMMAND, ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            assert guard.stdin is not None
-            assert guard.stdout is not None
             guard.stdin.write(line)
             guard.stdin.flush()
             reply = json.loads(guard.stdout.readline())

@@ -68,7 +68,6 @@ def play(
         result = asyncio.run(command.run(prompt, URL, ""))
     except AgentFailed as error:
         result = error.result
-    assert result.workspace is not None
     try:
         return asyncio.run(verifier.reward(prompt, result.workspace)), result.output
     finally:
