@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import WSMsgType, web
+from aiohttp.test_utils import TestServer
 
 # As recorded from openenv 0.10.0, without what no client reads.
 REFUSED = {
@@ -127,20 +128,14 @@ def openenv(session: type[Any] | None) -> Iterator[str]:
     app = web.Application()
     if session is not None:
         app.add_routes([web.get("/schema", schema), web.get("/ws", connect)])
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, shutdown_timeout=0.1)
+    loop, server = asyncio.new_event_loop(), TestServer(app)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-
-    async def start() -> str:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-
     try:
-        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result()}"
+        asyncio.run_coroutine_threadsafe(server.start_server(shutdown_timeout=0.1), loop).result()
+        yield f"http://127.0.0.1:{server.port}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

@@ -27,12 +27,14 @@ from agent_cases import (
     generate_with,
     play,
     scripted,
+    trained,
     user,
     with_client,
     workflow_of,
     written,
 )
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from chat_texts import CONFIG, END, LETTERS, WRITES_IMAGES, letters, started
 from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_reader, image_spec, with_images
 from moe_cases import engine_of
@@ -73,11 +75,6 @@ def says(*ids: Sequence[int]) -> FakeEngine:
     """A policy that samples exactly these tokens, request by request."""
     sampled = iter(ids)
     return started(FakeEngine(script=lambda prompt, sampling, sample: list(next(sampled))))
-
-
-def trained(trajectory: Trajectory) -> list[int]:
-    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    return [token for token, is_trained in pairs if is_trained]
 
 
 # ---- stop texts
@@ -523,21 +520,6 @@ def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_
 # ---- other models and addresses
 
 
-async def played_beside(upstream: web.Application, agent: Any, models: dict[str, Any]) -> Trajectory:
-    runner = web.AppRunner(upstream)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        models = {
-            name: replace(model, url=url) if isinstance(model, FrozenModel) else model for name, model in models.items()
-        }
-        return await workflow_of(agent, models=models).run(PROMPT, generate_with(scripted("one")))
-    finally:
-        await runner.cleanup()
-
-
 def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret of the judge")
     seen: list[tuple[str | None, Any]] = []
@@ -574,10 +556,14 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
                 await client.with_options(api_key="wrong").chat.completions.create(**settings)
             return 0.9
 
-    upstream = web.Application()
-    upstream.router.add_post("/v1/chat/completions", answer)
-    models = {"judge": FrozenModel("http://later", model="big", api_key_variable="JUDGE_KEY")}
-    trajectory = asyncio.run(played_beside(upstream, agent, models))
+    async def scenario() -> Trajectory:
+        upstream = web.Application()
+        upstream.router.add_post("/v1/chat/completions", answer)
+        async with TestServer(upstream) as server:
+            judge = FrozenModel(str(server.make_url("/v1")), model="big", api_key_variable="JUDGE_KEY")
+            return await workflow_of(agent, models={"judge": judge}).run(PROMPT, generate_with(scripted("one")))
+
+    trajectory = asyncio.run(scenario())
     assert seen == [("Bearer secret of the judge", "big")] * 3
     assert written(trajectory) == ["one<|im_end|>"]
 
@@ -667,17 +653,12 @@ def test_an_untrained_turn_of_a_trained_conversation_is_read_and_does_not_train(
     hides = ChatExchange({"messages": [user("hi")], "tools": [TOOL], "tool_choice": "none"}, RequestRules(), {}).request
     assert hides.tools == []
     assert not RequestPattern(tools="^$").matches(hides)
+
+    async def ask_other(client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(model="other", messages=[user("hi")])
+
     with pytest.raises(RolloutError, match="without an answer from the policy to train on"):
-        play(
-            with_client(lambda client: _ask_other(client)),
-            scripted("one"),
-            models={"other": "policy"},
-            untrained=untrained,
-        )
-
-
-async def _ask_other(client: AsyncOpenAI) -> None:
-    await client.chat.completions.create(model="other", messages=[user("hi")])
+        play(with_client(ask_other), scripted("one"), models={"other": "policy"}, untrained=untrained)
 
 
 def test_rewards_of_answers_are_placed_on_their_last_tokens_in_each_protocol() -> None:

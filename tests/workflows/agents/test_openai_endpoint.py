@@ -14,19 +14,7 @@ import aiohttp
 import openai
 import psutil
 import pytest
-from agent_cases import (
-    PROMPT,
-    SAMPLING,
-    TOKENIZER,
-    ask,
-    client_of,
-    generate_with,
-    play,
-    scripted,
-    user,
-    with_client,
-    workflow_of,
-)
+from agent_cases import PROMPT, SAMPLING, ask, client_of, generate_with, play, scripted, user, with_client, workflow_of
 from chat_texts import started
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 from waits import until
@@ -38,7 +26,7 @@ from lightrl.rewards import RewardHook
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentWorkflow, FrozenModel, RequestPattern
+from lightrl.workflows.agent_workflow import FrozenModel, RequestPattern
 
 say_hi = with_client(lambda client: ask(client, [user("hi")]))
 
@@ -395,7 +383,7 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})
+        workflow_of(**{"agent": raises, **settings})
     with pytest.raises(ValueError, match="must start with http"):
         FrozenModel("localhost:8000")
     with pytest.raises(ValueError, match="is not a valid regex"):
