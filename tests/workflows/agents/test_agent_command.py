@@ -231,13 +231,6 @@ if os.fork() == 0:
     assert not running("97536")
 
 
-@pytest.mark.extra
-def test_a_program_that_forks_without_end_is_stopped() -> None:
-    program = "import time\nfor _ in range(1100):\n    if os.fork() == 0:\n        time.sleep(97533)\ntime.sleep(97533)"
-    with pytest.raises(RolloutError, match=r"(was stopped by its processes limit|exited: 1\..*BlockingIOError)"):
-        play(workflow_of(program))
-
-
 def running(mark: str) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
