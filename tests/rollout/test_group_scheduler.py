@@ -19,15 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lightrl.rollout import GroupFilter, RolloutSettings
-from lightrl.rollout.group_scheduler import (
-    MAX_RESAMPLES,
-    Batch,
-    GroupScheduler,
-    RunningGroup,
-    find_late,
-    num_admissible,
-    pass_over,
-)
+from lightrl.rollout.group_scheduler import Batch, GroupScheduler, RunningGroup, find_late, num_admissible, pass_over
 from lightrl.testing import make_groups
 from lightrl.trajectory import Group, Prompt, Trajectory
 
@@ -183,7 +175,7 @@ def test_what_a_batch_waits_for_starts_although_the_window_is_full_of_finished_g
 def test_a_group_that_lost_a_trajectory_is_sampled_again_three_times_with_other_seeds() -> None:
     scheduler = GroupScheduler(rules(1, group_size=2, incomplete_groups="resample"))
     names = []
-    for _ in range(MAX_RESAMPLES + 1):
+    for _ in range(4):
         (running,) = start_all(scheduler, 0, next_position=len(scheduler.state_dict()["in_flight"]))
         names.append(running.seed_name)
         assert not scheduler.record(running, 1, None)

@@ -20,14 +20,6 @@ ADAPTED = Role(POLICY, lora=LoRA(rank=2))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model that the adapters belong to."""
-    folder = tmp_path_factory.mktemp("base")
-    POLICY.load_model().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyGRPO, Path, LocalEngine]:
     """A run's module, its checkpoint and its engine."""
     folder = tmp_path_factory.mktemp("run")

@@ -14,16 +14,7 @@ from several_run import ROUNDS, Contest, Sourced, sources, tasks_result
 from tiny_run import POLICY, are_equal, train, weights
 
 import lightrl
-from lightrl import (
-    DynamicSampling,
-    LocalEngine,
-    Prompt,
-    PromptDataModule,
-    RLCallback,
-    SFTDataModule,
-    StalenessControl,
-    Trajectory,
-)
+from lightrl import DynamicSampling, LocalEngine, Prompt, PromptDataModule, SFTDataModule, StalenessControl, Trajectory
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
 from lightrl.rewards import RewardPart
@@ -37,7 +28,7 @@ def won(trajectory: Trajectory) -> float:
     return trajectory.metrics["reward_left"]
 
 
-class Seen(RLCallback):
+class Seen(lightrl.RLCallback):
     """The groups of each iteration, and what was logged of them."""
 
     def __init__(self) -> None:
