@@ -3,13 +3,16 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from tiny import gradients, random_experience, slow_outputs, tiny_spec
+from tiny import QUIET, gradients, random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
+from lightrl import FakeEngine, PromptDataModule, Trainer
 from lightrl.algorithms import (
     CISPO,
     DAPO,
@@ -35,9 +38,10 @@ from lightrl.functional import ImportanceWeights
 from lightrl.loops.update import MinibatchLoss, values_of
 from lightrl.rewards import OverlongPenalty
 from lightrl.strategies import LogprobSettings, SingleModel
-from lightrl.trajectory import Sampling
+from lightrl.trajectory import Prompt, Sampling
 
 TOPK = 4
+FOUR = [[3 + index] * (index + 1) for index in range(4)]  # prompts of 1 to 4 tokens
 REFERENCE = ReferenceKL(0.1, tiny_spec(seed=1))
 ALGORITHMS: dict[str, Callable[..., GRPO]] = {
     "GRPO": GRPO,
@@ -117,6 +121,28 @@ def advantages_of(module: GRPO, experience: Experience) -> Tensor:
     return found["advantages"] if isinstance(found, dict) else found
 
 
+class EachBatch(PromptDataModule):
+    """Prompts of these tokens, all of them in each batch."""
+
+    def __init__(self, token_ids: list[list[int]]) -> None:
+        super().__init__(train=None, batch_size=len(token_ids))
+        self.token_ids = token_ids
+
+    def make_prompts(self, split: str) -> list[Prompt]:
+        return [Prompt(f"{split}-{index}", token_ids=ids) for index, ids in enumerate(self.token_ids)]
+
+
+def fit(
+    folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int = 1, token_ids: Any = FOUR, **settings: Any
+) -> Trainer:
+    """Rolls out with FakeEngine, whose completions depend on nothing but their seed, so every run learns the same."""
+    path = settings.pop("ckpt_path", None)
+    run = {"max_steps": num_iterations, "default_root_dir": folder, "callbacks": list(callbacks)}
+    trainer = Trainer(engine=FakeEngine(), **(QUIET | run | settings))
+    trainer.fit(module, EachBatch(token_ids), ckpt_path=path, weights_only=None if path is None else True)
+    return trainer
+
+
 @lru_cache(maxsize=2)  # a test's own; its probes take longer than a gradient
 def single_model(module, role, form):
     settings = LogprobSettings(
@@ -146,7 +172,6 @@ def sequence_loss_by_hand(module: GRPO, minibatch: Experience, loss_of: Callable
         minibatch: with advantages.
         loss_of: of a token, from its ratio to the behavior policy and its advantage.
     """
-    assert minibatch.advantages is not None
     logprobs = slow_outputs(module.policy, minibatch, temperature=0.9)[0].detach()
     total = 0.0
     for row in range(len(minibatch)):

@@ -10,8 +10,6 @@ A host has its own network and process ids, and shares the files of this machine
 all ends with the process that made it. Needs Linux, root, util-linux and iproute2.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -69,7 +67,7 @@ class Hosts:
         self._processes[number].kill()
         self._processes[number].wait()
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> "Hosts":
         folder = Path(self._names.name)
         names = (f"{self.address(number)} node{number}\n" for number in range(1, self.num + 1))
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{''.join(names)}")
@@ -104,7 +102,6 @@ class Hosts:
         apart = [*_APART, *(["--uts"] if self.are_named else []), "bash", "-ec", "\n".join(begin)]
         process = subprocess.Popen(apart, stdout=subprocess.PIPE)
         self._processes[number] = process
-        assert process.stdout is not None
         process.stdout.readline()  # the namespaces are there
         process.stdout.close()
         (pid,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

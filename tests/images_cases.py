@@ -105,9 +105,7 @@ def image_spec(family: str = "llava", **options: Any) -> ModelSpec:
 
 
 def image_reader(family: str = "llava") -> ImageReader:
-    actual = ImageReader.of(image_spec(family).load_config())
-    assert actual is not None
-    return actual
+    return ImageReader.of(image_spec(family).load_config())
 
 
 def with_images(experience: Experience, trajectories: Sequence[Trajectory], reader: ImageReader | None) -> Experience:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import forked
 import torch
+import torch.distributed as dist
 
 from lightrl.columns import column_of
 from lightrl.engines.servers.processes.process import HeldPort
@@ -120,6 +122,18 @@ def fork_runs(sizes: Sequence[int], on_rank: Callable[[int], None], *, ends_othe
     for port in ports:
         port.close()
     return int(failed)
+
+
+def print_compared(compare: Callable[[Any], dict[str, Any]], cases: Iterable[Any]) -> None:
+    """On each rank: what the ranks together find of each case, which rank 0 prints as a line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        found = compare(case)
+        if dist.get_rank() == 0:
+            os.write(1, (json.dumps(found) + "\n").encode())  # a line at once: several worlds print
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _fork(size: int, rank: int, port: int, on_rank: Callable[[int], None]) -> int:

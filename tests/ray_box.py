@@ -4,8 +4,6 @@ A raylet aborts if its helpers take more than 15 s to start, as on a busy machin
 and one that does not come up is tried again.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import secrets
@@ -57,7 +55,7 @@ class Ray:
         self._nodes = GuardedProcesses()
         self.address = ""
 
-    def __enter__(self) -> Ray:
+    def __enter__(self) -> "Ray":
         try:
             ip, port = "127.0.0.1" if self._hosts is None else self._hosts.address(1), free_ports(2)
             self.address = f"{ip}:{port}"
@@ -91,7 +89,6 @@ class Ray:
     def _start(self, number: int, words: list[str]) -> None:
         name, enter = f"node{number}", [] if self._hosts is None else self._hosts.enter(number)
         if number > 1:  # what is there belongs to one node
-            assert self._hosts is not None
             mount = self._hosts.popen(number, ["mount", "-t", "tmpfs", "tmpfs", str(self.folder)])
             assert mount.wait(10) == 0
         for attempt in range(_ATTEMPTS):

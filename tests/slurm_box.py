@@ -1,7 +1,5 @@
 """Slurm on hosts in a box: a controller on node1, `slurmd` and `munged` on each; state is in each host's own /run."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import subprocess
@@ -63,7 +61,7 @@ class Slurm(hosts.Hosts):
         self.folder = folder
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
 
-    def __enter__(self) -> Slurm:
+    def __enter__(self) -> "Slurm":
         super().__enter__()
         try:
             self._start_daemons()

@@ -40,7 +40,6 @@ def test_values_are_joined_filled_and_cut_with_their_tokens(column: Column) -> N
     left, right = (column.array(range(start, start + 2 * size)) for start in (0, 10))
     both = column.joined([(left, 2), (None, 1), (right, 2)])
     assert both == [*left, *[column.fill] * size, *right]
-    assert both is not None
     assert column.cut(both, 5, [(0, 2)]) == left
     assert column.cut(both, 5, [(3, 4), (1, 2)]) == [*right[:size], *left[size:]]
     assert column.joined([(None, 2), (None, 3)]) is None

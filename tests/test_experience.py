@@ -41,7 +41,6 @@ def test_a_reward_of_the_whole_goes_to_the_last_loss_token_where_others_have_one
     per_token = trajectory(columns={"rewards": [0.0, 0.0, 0.5, 0.25]}, reward=0.75)
     whole = trajectory(loss_mask=[False, True, True, False], reward=2.0)
     experience = Experience.from_trajectories([per_token, whole])
-    assert experience.token_rewards is not None
     assert experience.token_rewards.tolist() == [[0.0, 0.0, 0.5, 0.25], [0.0, 0.0, 2.0, 0.0]]
 
 

@@ -139,7 +139,6 @@ def test_the_fork_server_ends_with_a_process_that_is_killed(tmp_path: Path) -> N
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     command, environment = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": paths}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as asker:
-        assert asker.stdout is not None
         server = psutil.Process(int(asker.stdout.readline()))
         asker.send_signal(signal.SIGKILL)
     asyncio.run(until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE))

@@ -158,8 +158,7 @@ def used_names() -> dict[str, set[str]]:
 
 
 def test_each_private_name_in_use_is_listed_with_its_files():
-    listed = {name: files for (_, name), files in PRIVATE_NAMES.items()}
-    assert used_names() == listed
+    assert used_names() == {name: files for (_, name), files in PRIVATE_NAMES.items()}
 
 
 @pytest.mark.parametrize(("home", "name"), PRIVATE_NAMES, ids=[f"{home}.{name}" for home, name in PRIVATE_NAMES])

@@ -158,13 +158,12 @@ def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
     path = folder_with(tmp_path, tokenizer, generation=[5, 6], model=7)
     made = module(policy=path, sampling=Sampling(stop_token_ids=(9,)))
     made.configure_model()
-    turn_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert made.stop_token_ids() == {
         "sampling": [9],
         "generation config": [5, 6],
         "model config": [7],
         "tokenizer": [1],
-        "turn end": [turn_end],
+        "turn end": [tokenizer.convert_tokens_to_ids("<|im_end|>")],
     }
 
 

@@ -59,8 +59,7 @@ def imported_packages(file: Path) -> list[tuple[int, str]]:
 
 
 def test_every_package_has_a_layer():
-    packages = {package_of(file) for file in modules_of()} - {"__init__"}
-    assert packages == set(LAYER)
+    assert {package_of(file) for file in modules_of()} - {"__init__"} == set(LAYER)
 
 
 def test_the_map_names_the_packages_that_are_there():

@@ -14,17 +14,7 @@ from tiny import random_trajectories
 
 from lightrl.columns import TokenArray, as_columns
 from lightrl.testing import make_trajectory
-from lightrl.trajectory import (
-    MAX_SUPPORT,
-    Group,
-    Prompt,
-    Sampling,
-    Trajectory,
-    Turn,
-    encode_json,
-    sampling_seed,
-    split_thinking,
-)
+from lightrl.trajectory import Group, Prompt, Sampling, Trajectory, Turn, encode_json, sampling_seed, split_thinking
 
 
 def rich_trajectory() -> Trajectory:
@@ -156,7 +146,7 @@ def test_sampling_out_of_range_is_refused_by_name(settings: dict[str, Any]) -> N
 def test_a_truncated_draw_is_bounded_in_what_it_chooses_from() -> None:
     assert not Sampling(temperature=0, top_p=0.9, top_k=5).is_truncated
     assert Sampling().max_support == -1
-    assert Sampling(top_p=0.9).max_support == MAX_SUPPORT
+    assert Sampling(top_p=0.9).max_support == 4000
     assert Sampling(grammar="{}").max_support == 64
     assert [Sampling(top_k=5, **settings).max_support for settings in ({"top_p": 0.9}, {"grammar": "{}"})] == [5, 5]
 

@@ -23,10 +23,6 @@ from lightrl.trajectory import Sampling
 KL = ReferenceKL(0.1, tiny_spec())
 
 
-def names(module: GRPO) -> list[str]:
-    return [call.outputs[0] for call in module.model_calls()]
-
-
 def make_loss(module: GRPO, minibatch: Experience) -> Tensor:
     """The number that is backpropagated."""
     (outputs,) = SingleModel(module.policy, LogprobSettings(temperature=0.9)).forward([minibatch])
@@ -126,7 +122,7 @@ def test_the_only_update_of_an_iteration_takes_its_own_logprobs_as_proximal() ->
 )
 def test_models_run_in_the_score_phase_only_where_their_numbers_are_needed(settings, expected):
     module = GRPO(tiny_spec(), **{"reward": len, "num_minibatches": 2, **settings})
-    assert names(module) == expected
+    assert [call.outputs[0] for call in module.model_calls()] == expected
     module.data_flow()
 
 

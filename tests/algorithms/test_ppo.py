@@ -3,18 +3,20 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import algorithm_cases
 import lightning as L
 import pytest
 import torch
 from algorithm_cases import make_module, minibatch_gradient
-from tiny import QUIET, random_experience, slow_outputs, tiny_spec
+from tiny import random_experience, slow_outputs, tiny_spec
 from torch import Tensor
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
+from lightrl import Sampling
 from lightrl.algorithms import PPO, AdaptiveKL, EarlyStop
 from lightrl.experience import Experience
 from lightrl.functional import RewardShaping
@@ -212,20 +214,7 @@ def test_staleness_alone_stops_no_update() -> None:
     assert module.is_update_the_last(moved)
 
 
-class FourPrompts(PromptDataModule):
-    def __init__(self) -> None:
-        super().__init__(train=None, batch_size=16)
-
-    def make_prompts(self, split: str) -> list[Prompt]:
-        return [Prompt(f"{split}-{index}", token_ids=[3 + index % 4] * 2) for index in range(16)]
-
-
-def fit(folder: Path, module: PPO, *callbacks: L.Callback, num_iterations: int = 2, **settings: Any) -> Trainer:
-    ckpt_path = settings.pop("ckpt_path", None)
-    run = {"max_steps": num_iterations, "default_root_dir": folder, "callbacks": list(callbacks)}
-    trainer = Trainer(engine=FakeEngine(), **(QUIET | run | settings))
-    trainer.fit(module, FourPrompts(), ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
-    return trainer
+fit = partial(algorithm_cases.fit, num_iterations=2, token_ids=[[3 + index % 4] * 2 for index in range(16)])
 
 
 def to_fit(**settings: Any) -> PPO:
@@ -283,8 +272,7 @@ def test_a_warming_head_leaves_the_body_it_shares_to_the_bit(tmp_path: Path) -> 
     assert not torch.equal(module.value_head.weight, head)
     assert set(trainer.optimizers[0].state) == {module.value_head.weight}
     module.critic_warmup_iterations = 0
-    trainer = fit(tmp_path, module)
-    assert len(trainer.optimizers[0].state) == len(start) + 1
+    assert len(fit(tmp_path, module).optimizers[0].state) == len(start) + 1
 
 
 def test_a_moving_reference_has_the_policys_shape() -> None:
@@ -334,8 +322,7 @@ def test_a_resumed_run_ends_with_the_same_weights_and_state_bit_for_bit(critic: 
     }
     whole = to_fit(**settings)
     fit(tmp_path, whole, num_iterations=4)
-    half = to_fit(**settings)
-    fit(tmp_path, half, num_iterations=2).save_checkpoint(tmp_path / "half.ckpt")
+    fit(tmp_path, to_fit(**settings), num_iterations=2).save_checkpoint(tmp_path / "half.ckpt")
     again = to_fit(**settings)
     fit(tmp_path, again, num_iterations=4, ckpt_path=tmp_path / "half.ckpt")
     expected, found = weights_of(whole), weights_of(again)

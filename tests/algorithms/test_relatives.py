@@ -297,8 +297,7 @@ def test_a_guessed_proximal_policy_needs_no_forward_and_lies_between_behavior_an
 def test_importance_sampling_weighs_each_token_and_is_measured(settings, weight):
     module, minibatch = make_module("GRPO", decoupled=ImportanceWeights(**settings)), random_experience()
     metrics = minibatch_gradient(module, minibatch)[1]
-    mask = minibatch.loss_mask
-    log_weights = (minibatch.proximal_logprobs - minibatch.behavior_logprobs)[mask]
+    log_weights = (minibatch.proximal_logprobs - minibatch.behavior_logprobs)[minibatch.loss_mask]
     expected = weight(log_weights.exp())
     assert metrics["importance_weights"] == pytest.approx(float(expected.mean()), rel=1e-5)
     assert metrics["importance_dropped_fraction"] == pytest.approx(float((expected == 0).float().mean()))
@@ -326,7 +325,6 @@ def test_several_rewards_are_normalized_by_themselves_before_they_are_added() ->
         row.metrics = {"right": one, "short": other, "unused": 4.0}
     (call,) = (call for call in module.model_calls() if call.name == "reward_parts")
     assert call.inputs == ("rewards",)  # it runs once they are known
-    assert call.run is not None
     parts = call.run(experience, rows)
     assert module.advantages(experience.with_tensors(parts)).tolist() == pytest.approx(normalized(sums), abs=1e-6)
     del rows[3].metrics["short"]

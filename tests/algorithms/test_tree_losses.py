@@ -160,8 +160,7 @@ def test_a_session_with_a_subagent_has_the_loss_worked_by_hand(reduction: str, w
     experience = Experience.from_trajectories([tree_of(0, 0, 1.0), line_of(0, 1, 0.0)])
     advantages = advantages_of(module, experience)
     assert advantages.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)  # two rollouts, not three rows
-    minibatch = scored(module, experience)
-    found, metrics = minibatch_gradient(module, minibatch)
+    found, metrics = minibatch_gradient(module, scored(module, experience))
 
     slow = [
         slow_outputs(module.policy, conversation(ids, trained), temperature=0.9)[0][0, trained]

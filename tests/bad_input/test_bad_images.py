@@ -63,8 +63,7 @@ URLS = [
 def _little_memory(tmp_path, monkeypatch):
     """256 MiB more than now; what asks for more gets a MemoryError."""
     monkeypatch.chdir(tmp_path)
-    status = Path("/proc/self/status").read_text()
-    now = int(status.partition("VmData:")[2].split()[0]) << 10
+    now = int(Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]) << 10
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (now + 2**28, hard))
     yield

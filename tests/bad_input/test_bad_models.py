@@ -33,8 +33,7 @@ def config_with(**values):
 
 def weights_with(changed):
     def change(folder):
-        tensors = changed(load_file(folder / WEIGHTS))
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(changed(load_file(folder / WEIGHTS)), folder / WEIGHTS, metadata={"format": "pt"})
 
     return change
 

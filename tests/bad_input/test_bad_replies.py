@@ -6,6 +6,7 @@ import math
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from bad_input_rows import each, row
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -168,16 +169,12 @@ def test_an_answer_that_would_fill_the_memory_is_refused(tells_length: bool, mon
     async def ask() -> None:
         app = web.Application()
         app.router.add_post("/generate", answer)
-        runner = web.AppRunner(app, shutdown_timeout=1.0)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        client = Connection(f"http://127.0.0.1:{runner.addresses[0][1]}", num_retries=0)
-        try:
-            await client.request("POST", "/generate", {}, read=read_answer)
-        finally:
-            await client.close()
-            await runner.cleanup()
+        async with TestServer(app) as server:
+            client = Connection(f"http://127.0.0.1:{server.port}", num_retries=0)
+            try:
+                await client.request("POST", "/generate", {}, read=read_answer)
+            finally:
+                await client.close()
 
     with pytest.raises(EngineUnreachable, match="answered /generate with more than 1 MiB"):
         asyncio.run(ask())

@@ -1,7 +1,5 @@
 """SuccessRateCurriculum: weights by hand, and its state."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

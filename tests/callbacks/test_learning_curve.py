@@ -31,8 +31,7 @@ def fit(curve, folder, *callbacks, max_epochs=2, module=None, ckpt_path=None, **
 def test_the_end_of_fit_leaves_an_image_and_its_numbers(tmp_path: Path) -> None:
     fit(LearningCurve(), tmp_path)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(PNG)
-    rows = list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines()))
-    assert rows == [
+    assert list(csv.reader((tmp_path / "learning_curve.csv").read_text().splitlines())) == [
         ["iteration", "rollout/reward", "val/accuracy_fraction"],  # the reward gives no accuracy
         ["1", "0.0", ""],
         ["2", "0.5", "0.375"],  # measured after two iterations: 0.25 + 2 / 16

@@ -1,7 +1,5 @@
 """log_table with loggers that other tests do not run with: Comet's, and one without tables."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 from unittest.mock import Mock

@@ -26,7 +26,6 @@ class Scrape(Callback):
         self.answers: list[dict[str, float]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        assert self.served.url is not None
         with urllib.request.urlopen(urllib.request.Request(self.served.url, headers=self.headers)) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         samples = [sample for family in families for sample in family.samples]

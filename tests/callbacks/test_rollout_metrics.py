@@ -50,8 +50,7 @@ def test_lengths_staleness_and_mixed_versions_worked_by_hand() -> None:
             make_trajectory(reward=0.0, completion_ids=[5], versions=[5], is_truncated=True),
         ]
     )
-    metrics = experience_metrics(experience, weight_version=5)
-    assert metrics == {
+    assert experience_metrics(experience, weight_version=5) == {
         "rollout/length_tokens": 2.0,
         "rollout/truncated_fraction": 0.5,
         "rollout/mixed_version_fraction": 0.5,

@@ -6,15 +6,11 @@ from scripted_run import ScriptedTrainer, run
 
 from lightrl.callbacks.run_files import KINDS, RunFiles, contents
 from lightrl.testing import make_groups
-from lightrl.trajectory import Group
-
-
-def one_group(_: int) -> list[Group]:
-    return make_groups([[1.0, 0.0]])
 
 
 def run_with_files(folder: Path, **settings: object) -> ScriptedTrainer:
-    return run(one_group, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
+    groups = make_groups([[1.0, 0.0]])
+    return run(lambda _: groups, RunFiles(), logger=CSVLogger(folder), default_root_dir=folder, **settings)
 
 
 def test_the_runs_folder_says_what_each_of_its_files_is(tmp_path: Path) -> None:

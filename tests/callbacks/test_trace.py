@@ -27,8 +27,7 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
     for phase in ("rollout", "score", "update", "sync"):
         found = [event for event in events if event.get("cat") == "phase" and event["name"] == phase]
         assert len(found) == 3, phase
-    num = 3 * BATCH_SIZE * GROUP_SIZE
-    assert names.count("generate") == names.count("reward") == num
+    assert names.count("generate") == names.count("reward") == 3 * BATCH_SIZE * GROUP_SIZE
     assert names.count("forward") == names.count("backward") == 3 * 2
     assert "next batch from the loader" in names
     assert any(event["ph"] == "C" and "host in update" in event["args"] for event in events)
@@ -52,8 +51,7 @@ def test_a_traced_run_has_every_phase_generation_reward_and_microbatch(
 def test_the_memory_of_roles_is_that_of_their_tensors(tmp_path: Path) -> None:
     reference, sampling = ReferenceKL(0.1, POLICY), Sampling(max_new_tokens=2)
     module = GRPO(POLICY, reference=reference, reward=token_reward, group_size=2, sampling=sampling)
-    trainer = make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)])
-    trainer.fit(module, datamodule=Digits())
+    make_trainer(tmp_path, callbacks=[Trace(max_cost=1.0)]).fit(module, datamodule=Digits())
     sizes = json.loads((tmp_path / "trace" / "summary.json").read_text())["memory_of_roles_mib"]
     assert sizes.keys() == {"policy", "reference"}
     for role, kinds in sizes.items():

@@ -55,7 +55,6 @@ def test_the_last_iterations_of_a_long_run_are_kept_within_the_bound(tmp_path: P
         file.add(iteration, iteration * S, [at("update", "phase", iteration, iteration + 1)], {})
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 5_000
     path = join_traces(tmp_path)
-    assert path is not None
     kept = [line["args"]["iteration"] for line in json.loads(path.read_text()) if line["name"].startswith("iteration")]
     assert kept == list(range(kept[0], 100))
     assert len(kept) >= 3
@@ -67,7 +66,6 @@ def test_a_line_that_a_killed_process_left_is_not_joined(tmp_path: Path) -> None
     with (tmp_path / "rank-00000.json").open("a") as file:
         file.write('{"name":"upda')
     path = join_traces(tmp_path)
-    assert path is not None
     assert {line["pid"] for line in json.loads(path.read_text())} == {0, 1}
     assert join_traces(tmp_path / "nothing") is None
 
@@ -109,7 +107,6 @@ def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> Non
     first = area_times([at("update", "phase", 0, 99)], 0, 100 * S)  # it warms up
     times = [first, *[area_times(ITERATION, 0, 10 * S)] * 2]
     found = summary_of(times)
-    assert found is not None
     assert found["iterations"] == 2
     assert found["look_first_at"] == "rollout"
     assert found["gain"]["rollout"] == pytest.approx(10 / 6)
@@ -119,7 +116,6 @@ def test_the_summary_says_what_to_look_at_first_and_what_one_would_gain() -> Non
     assert "Look first at rollout: without it an iteration would be 1.67x as fast." in text
     assert "For 25% of the rollout, fewer than half of the generations ran" in text
     overlapped = summary_of(times, overlaps=True)
-    assert overlapped is not None
     assert "StalenessControl" not in summary_text(overlapped)
 
 

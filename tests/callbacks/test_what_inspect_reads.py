@@ -53,8 +53,7 @@ def test_the_trainers_logprobs_are_of_the_precision_that_it_trains_in(tmp_path: 
 
 
 def test_logprobs_that_the_update_needs_are_written_without_asking(tmp_path: Path) -> None:
-    log = TrajectoryLog(1, table_every_n_iterations=None)
-    callbacks = [log, StalenessControl(0)]
+    callbacks = [TrajectoryLog(1, table_every_n_iterations=None), StalenessControl(0)]
     module = TinyGRPO(num_minibatches=2, decoupled=True)
     make_trainer(tmp_path, callbacks=callbacks, max_steps=1).fit(module, datamodule=Digits())
     assert module.experiences[0].proximal_logprobs is not None
@@ -71,8 +70,7 @@ def test_the_page_shows_what_a_run_wrote(tmp_path: Path) -> None:
     assert table["total"] == BATCH_SIZE * GROUP_SIZE
     row = table["rows"][0]
     shown = answers.answer("trajectory", {"id": str(row["id"])})
-    record = records(tmp_path, 2)[0]
-    trajectory = Trajectory.from_json(record["trajectory"])
+    trajectory = Trajectory.from_json(records(tmp_path, 2)[0]["trajectory"])
     assert (row["reward"], row["length"]) == (trajectory.reward, trajectory.num_loss_tokens)
     assert row["staleness"] == 0
     texts = [shown["texts"][id_] for id_ in trajectory.token_ids]

@@ -29,8 +29,7 @@ def pipe(name: str, text: str) -> str:
 
 
 def test_a_config_may_come_from_a_pipe_and_errors_name_its_lines(settings, config):
-    file = config(settings)
-    text = Path(file).read_text()
+    text = Path(config(settings)).read_text()
     found = parsed("fit", "--config", pipe("pipe", text), "--model.lr", "0.5")
     assert (found.model.init_args.group_size, found.model.init_args.lr) == (2, 0.5)
     assert [str(path) for path in found.config] == ["pipe"]

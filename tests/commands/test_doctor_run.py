@@ -130,8 +130,7 @@ def test_a_warning_about_the_data_is_printed_once(settings, config, capsys):
 def test_the_data_alone_are_compared_too(settings, config, capsys):
     name = config(with_rows(settings, ["1", "2", "2"], ["2", "4"]))
     assert main(["doctor", "data", "--config", name]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[2:] == [
+    assert capsys.readouterr().out.splitlines()[2:] == [
         "train prompts that repeat another one: 1",
         "validation prompts that are also train prompts: 1 of 2",
     ]

@@ -124,7 +124,6 @@ def test_ctrl_c_at_the_command_saves_a_checkpoint_and_leaves_no_process(launched
     launched["launch"] = {"ranks": 1, "servers": 1}
     command = [sys.executable, "-m", "lightrl", "launch", "--config", config(launched)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
-        assert launcher.stdout is not None
         for line in launcher.stdout:
             if line.startswith("trainer-0 | iteration"):
                 break

@@ -260,12 +260,11 @@ def test_ctrl_c_and_sigterm_end_the_servers(fake_python, tiny_folder, number):
 
 
 def test_without_sglang_it_says_how_to_get_it(tiny_folder, tmp_path):
-    environment = {**os.environ, "LIGHTRL_SGLANG_CACHE": str(tmp_path), "LIGHTRL_SGLANG_PYTHON": ""}
     done = forked.run(
         [sys.executable, "-m", "lightrl", "serve", "--model", str(tiny_folder)],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "LIGHTRL_SGLANG_CACHE": str(tmp_path), "LIGHTRL_SGLANG_PYTHON": ""},
     )
     assert done.returncode == 2
     assert "No Python with SGLang was found" in done.stderr

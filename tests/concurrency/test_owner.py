@@ -32,8 +32,7 @@ def test_a_process_of_another_host_and_a_name_that_is_no_mark_may_run() -> None:
 def test_containers_of_one_name_that_share_a_folder_leave_each_other_s_files(tmp_path: Path) -> None:
     script = "from lightrl.concurrency.owner import own_mark; print(own_mark())"
     with Hosts(1) as hosts:
-        command = [sys.executable, "-c", script]
-        inside = hosts.popen(1, command, stdout=subprocess.PIPE, text=True)
+        inside = hosts.popen(1, [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         file = tmp_path / f"x-{inside.communicate()[0].strip()}"
     file.touch()
     remove_left_behind(tmp_path, "x-*")  # its process id means nothing here

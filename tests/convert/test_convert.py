@@ -297,8 +297,7 @@ def test_the_code_is_0_if_nothing_is_left(tmp_path, capsys):
     file = tmp_path / "small.yaml"
     file.write_text("seed: 5\nactor: {path: some/model, eps_clip: 2e-1}\n")
     assert main(["convert", str(file)]) == 0
-    out = yaml.safe_load(capsys.readouterr().out)
-    assert out["model"]["init_args"] == {
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["init_args"] == {
         "num_minibatches": 4,
         "policy": "some/model",
         "clip_low": 0.2,
@@ -335,8 +334,7 @@ def test_a_file_that_is_no_configuration_ends_with_2(text, message, tmp_path, ca
     ],
 )
 def test_a_value_that_cannot_be_read_is_listed(key, value):
-    result = convert({**actor(), key: value})
-    assert [name for name in result.left if name.startswith(key)]
+    assert [name for name in convert({**actor(), key: value}).left if name.startswith(key)]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ def messages_of(row: dict, **changes) -> list[dict]:
 
 def prompt_ids(renderer: ChatRenderer, messages: list[dict]) -> list[int]:
     (prompt,) = renderer.rendered([Prompt(id="0", messages=messages)], str)
-    assert isinstance(prompt, Prompt)
     return list(prompt.token_ids or [])
 
 

@@ -1,7 +1,5 @@
 """Data as other frameworks write it: what becomes of a row, or the message that refuses it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data of any size: train prompts that are made when their turn comes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow

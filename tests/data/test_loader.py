@@ -116,7 +116,6 @@ def test_a_loader_that_is_no_source_of_prompts_is_refused(
 def test_a_chat_with_parts_is_read_from_either_key(column: str, chat_tokenizer: PreTrainedTokenizerFast):
     chat = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     prompt = wrap_train_loader(DataLoader(Items([{column: chat}]), batch_size=1), chat_tokenizer)[0]
-    assert prompt is not None
     assert chat_tokenizer.decode(prompt.token_ids) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -1,7 +1,5 @@
 """Sources that are read in order while they are used."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -45,8 +45,7 @@ def test_padding_is_on_the_right_and_has_no_loss(tmp_path: Path, plain_tokenizer
 
 
 def test_an_epoch_holds_each_chat_once_and_follows_from_seed_and_epoch(train_file: str, plain_tokenizer):
-    data = make_data(train_file, plain_tokenizer)
-    loader = data.train_dataloader()
+    loader = make_data(train_file, plain_tokenizer).train_dataloader()
     epochs = [
         [completions(loader.batch_at(epoch, index), plain_tokenizer) for index in range(len(loader))]
         for epoch in (0, 1)

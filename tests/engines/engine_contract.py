@@ -137,6 +137,8 @@ def a_group_has_the_completions_of_single_requests(case: EngineCase) -> None:
     started = [None, Completion(alone[1].token_ids[:3], alone[1].logprobs[:3], [0] * 3, "abort"), None, None]
 
     async def scenario() -> list[Completion]:
+        with pytest.raises(ValueError, match="empty"):
+            await asyncio.gather(*case.engine.generate_group([], samplings[:1], session="test"))
         generating = case.engine.generate_group([1, 2, 3], samplings, session="test", started=started)
         generating[2].cancel()
         return [await one for index, one in enumerate(generating) if index != 2]
@@ -147,12 +149,6 @@ def a_group_has_the_completions_of_single_requests(case: EngineCase) -> None:
     for one, expected in pairs:
         assert one.token_ids == expected.token_ids
         assert one.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-    with pytest.raises(ValueError, match="empty"):
-        run(refused_group(case, samplings))
-
-
-async def refused_group(case: EngineCase, samplings: list[Sampling]) -> None:
-    await asyncio.gather(*case.engine.generate_group([], samplings[:1], session="test"))
 
 
 def temperature_zero_does_not_depend_on_the_seed(case: EngineCase) -> None:

@@ -5,8 +5,6 @@ listed as `draining` for a while, and cannot be added again meanwhile; a request
 client gives up is given up at the worker too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -109,7 +107,7 @@ class FakeGateway:
             await runner.cleanup()
 
     @contextmanager
-    def serving(self) -> Iterator[FakeGateway]:
+    def serving(self) -> Iterator["FakeGateway"]:
         """In a thread of its own; `stop` ends it early."""
         started = threading.Event()
 

@@ -67,8 +67,7 @@ def sync(
         ]
         buckets = None if named is None else fed(bucketed(named.items(), bucket_bytes))
         try:
-            syncing = ServerSync(transport, **{"timeout_s": 600.0, **settings})
-            return await syncing.load(
+            return await ServerSync(transport, **{"timeout_s": 600.0, **settings}).load(
                 targets, buckets, weight_version=weight_version, previous_version=previous_version, report=report
             )
         finally:

@@ -33,8 +33,7 @@ def test_fake_engine_keeps_the_contract(check: Callable[[EngineCase], None]) -> 
 def test_a_script_writes_the_tokens_up_to_a_stop_token_or_the_limit() -> None:
     case = make_case(script=lambda prompt, sampling, sample: [prompt[-1], sample, 1, 9, 9])
     case.load(0)
-    sampling = Sampling(max_new_tokens=4, stop_token_ids=(1,))
-    completions = run(case.generate([5, 7], sampling, n=3))
+    completions = run(case.generate([5, 7], Sampling(max_new_tokens=4, stop_token_ids=(1,)), n=3))
     assert [completion.token_ids for completion in completions] == [[7, 0, 1], [7, 1], [7, 2, 1]]
     assert {completion.finish_reason for completion in completions} == {"stop"}
     cut = run(case.generate([5, 7], Sampling(max_new_tokens=4)))[0]

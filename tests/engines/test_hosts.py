@@ -83,15 +83,9 @@ def test_a_server_on_another_host_gets_the_weights(
 
 @pytest.mark.cluster
 @IN_A_BOX
-@pytest.mark.parametrize(
-    ("transport", "end"),
-    [
-        pytest.param(transport, end, marks=[] if (transport, end) == ("distributed", "kill") else [pytest.mark.extra])
-        for transport in ("disk", "distributed", "delta")
-        for end in ENDS
-    ],
-)
 @pytest.mark.extra
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("transport", ["disk", "distributed", "delta"])
 def test_a_host_that_is_lost_during_a_sync_is_named_and_the_other_gets_the_weights(
     transport: str, end: str, hosts: Hosts, model_folder: Path, tmp_path: Path, record_property: Any
 ) -> None:

@@ -97,8 +97,7 @@ def test_a_step_is_as_exact_as_torchs_and_independent_of_other_rows(
 
 
 def make_decoder(config: PretrainedConfig, dtype: torch.dtype) -> LlamaDecoder:
-    family = find_family(config)
-    decoder = LlamaDecoder(config, family, dtype=dtype, device=torch.device("cpu"))
+    decoder = LlamaDecoder(config, find_family(config), dtype=dtype, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for name, shape in decoder.shapes.items():
         decoder.write(name, (torch.randn(shape, generator=generator, dtype=torch.float64) / 4).float())
@@ -125,8 +124,7 @@ def test_a_forked_process_which_has_lost_the_threads_computes_all_blocks_itself(
     built.linear(inputs, linear)
     child = os.fork()
     if child == 0:
-        is_right = bool((built.linear(inputs, linear) == 16).all())
-        os._exit(0 if is_right else 1)
+        os._exit(0 if bool((built.linear(inputs, linear) == 16).all()) else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

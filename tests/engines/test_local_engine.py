@@ -408,7 +408,6 @@ def test_a_step_reads_no_number_from_the_device() -> None:
 def make_batch(max_rows: int) -> tuple[LlamaDecoder, RunningBatch]:
     config, cpu = qwen3(), torch.device("cpu")
     family = find_family(config)
-    assert family is not None
     decoder = LlamaDecoder(config, family, dtype=torch.float32, device=cpu)
     return decoder, RunningBatch(decoder, max_rows=max_rows, vocab_size=config.vocab_size, device=cpu)
 

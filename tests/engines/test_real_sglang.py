@@ -147,8 +147,7 @@ def test_a_grammars_mask_is_the_support_of_each_token_and_the_trainer_computes_t
     (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
     mask = experience.loss_mask
     assert torch.allclose(outputs.logprobs[mask], experience.behavior_logprobs[mask], atol=1e-4)
-    free = experience.without(["supports"])
-    (unmasked,) = SingleModel(model, LogprobSettings()).forward([free])
+    (unmasked,) = SingleModel(model, LogprobSettings()).forward([experience.without(["supports"])])
     assert not torch.allclose(unmasked.logprobs[mask], experience.behavior_logprobs[mask], atol=1.0)
 
 

@@ -122,8 +122,7 @@ def test_a_server_that_leaves_waits_until_it_is_released(tmp_path: Path, announc
             pass
         reader.release(A.url)
         assert is_released.result()
-    leaving = announced(A)
-    assert leaving.leave(timeout_s=0)  # asks nobody
+    assert announced(A).leave(timeout_s=0)  # asks nobody
     assert reader.read() == {}
 
 

@@ -47,8 +47,7 @@ def test_uniforms_of_neighboring_seeds_are_uniform_and_independent() -> None:
     counts = torch.histc(drawn, 20, 0, 1)
     assert ((counts - 10_000) ** 2 / 10_000).sum() < 43.8  # chi-square, 19 degrees of freedom, p = 0.001
     for left, right in ((drawn[1:], drawn[:-1]), (drawn[:, 1:], drawn[:, :-1])):
-        correlation = torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1]
-        assert abs(correlation) < 0.01
+        assert abs(torch.corrcoef(torch.stack([left.flatten(), right.flatten()]))[0, 1]) < 0.01
 
 
 def test_the_first_completion_keeps_the_seed_and_the_others_get_their_own() -> None:
@@ -118,7 +117,6 @@ def test_logprobs_are_those_within_the_support() -> None:
     assert token_ids.tolist() == [3, 4]
     assert logprobs.exp().tolist() == pytest.approx([0.25 / 0.65, 0.05])
     assert supports.tolist() == [[False, True, False, True, False], [False] * 5]  # nothing is left out of the second
-    assert top is not None
     assert top[0][:, :2].tolist() == [[1, 3], [1, 3]]
     assert top[1].exp().flatten().tolist() == pytest.approx([0.4 / 0.65, 0.25 / 0.65, 0, 0.4, 0.25, 0.2])
 

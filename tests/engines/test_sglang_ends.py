@@ -81,8 +81,7 @@ def test_a_request_that_others_abort_again_and_again_is_an_error(
 
 def test_a_generation_longer_than_its_deadline_keeps_its_tokens(start: Start, engine_on: EngineOn) -> None:
     server = start(seconds_per_token=0.02)
-    engine = engine_on(server, timeouts=Deadlines(generate_s=0.3))
-    completion = generate(engine, 40)
+    completion = generate(engine_on(server, timeouts=Deadlines(generate_s=0.3)), 40)
     assert len(completion.token_ids) == 40
     requests = server.stats()["requests"]
     assert requests["/generate"] == requests["/abort_request"] + 1 > 1
@@ -156,8 +155,7 @@ def test_a_missing_and_a_wrong_token_name_the_variable_and_requests_have_the_rig
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "wrong")
     assert "does not accept this token. Set LIGHTRL_SERVER_TOKEN" in start_error(server.url)
     monkeypatch.setenv("LIGHTRL_SERVER_TOKEN", "right")
-    engine = engine_on(server)
-    assert len(generate(engine, 3).token_ids) == 3
+    assert len(generate(engine_on(server), 3).token_ids) == 3
 
 
 def test_an_unknown_name_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

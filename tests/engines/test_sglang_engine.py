@@ -118,8 +118,7 @@ def test_a_server_behind_a_busy_balancer_is_asked_again_with_one_warning(start, 
     server = start()
     for path in ("/generate", "/update_weights_from_disk", "/server_info", "/pause_generation"):
         server.fault("error", path, count=2, status=429, retry_after="0.01")
-    engine = engine_on(server)
-    (completion,) = run(engine.generate([1], Sampling(max_new_tokens=3), session="s"))
+    (completion,) = run(engine_on(server).generate([1], Sampling(max_new_tokens=3), session="s"))
     assert len(completion.token_ids) == 3
     assert [fault["num_fired"] for fault in server.stats()["faults"]] == [2] * 4
     (warning,) = [text for text in caplog.messages if "refuses requests as busy" in text]

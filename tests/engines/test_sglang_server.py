@@ -364,8 +364,7 @@ def test_each_server_gets_its_own_devices():
 
 def test_a_server_sees_its_devices_and_variables_but_not_the_trainers_packages(small_server, served, monkeypatch):
     monkeypatch.setenv("SGLANG_ANYTHING", "1")
-    server = ready(small_server(devices=[4, 5]))
-    found = ask(server)["environment"]
+    found = ask(ready(small_server(devices=[4, 5])))["environment"]
     assert (found["CUDA_VISIBLE_DEVICES"], found["SGLANG_ANYTHING"]) == ("4,5", "1")
     monkeypatch.setenv("PYTHONPATH", "/trainers/own")
     environment = served().environment()
@@ -506,7 +505,6 @@ def test_a_server_that_keeps_dying_is_given_up_with_its_last_words(small_server)
 
     server.policy.backoff_s = 0.05
     message = asyncio.run(restart(server, "its process ended", give_weights))
-    assert message is not None
     assert "after 2 restarts in a row. Last reason: did not take the weights" in message
     assert str(server.log_file) in message
 

@@ -44,8 +44,7 @@ def columns_of(generation: Any, content: bytes, **sampling: Any) -> dict[str, li
 
 
 def test_the_most_likely_tokens_of_each_sampled_one_become_columns():
-    sampling = Sampling(max_new_tokens=2, topk_logprobs=2)
-    draft = CompletionDraft([1], sampling, vocab_size=61)
+    draft = CompletionDraft([1], Sampling(max_new_tokens=2, topk_logprobs=2), vocab_size=61)
     assert sglang.request_of(draft, "r", "k")["top_logprobs_num"] == 2
     assert vllm.request_of(draft, "r", "k")["sampling_params"]["logprobs"] == 2
     expected = {"behavior_topk_ids": [4, 2, 3, 4], "behavior_topk_logprobs": [-0.5, -1.5, -1.0, -1.25]}

@@ -1,7 +1,5 @@
 """StartWeights: a callback for configurations under test that keeps what a run begins with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import lightning as L

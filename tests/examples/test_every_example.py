@@ -1,7 +1,5 @@
 """Each YAML says how it is started and can be built; those that no other file here starts are started."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys
@@ -80,8 +78,7 @@ def has_run(folder: Path) -> None:
     header, *rows = metrics.read_text().splitlines()
     iterations = {dict(zip(header.split(","), row.split(","), strict=True))["step"] for row in rows}
     assert iterations >= {"1", "2"}
-    names = {name for name in header.split(",") if "/" in name}
-    assert metrics_page.undescribed(names) == set()
+    assert metrics_page.undescribed({name for name in header.split(",") if "/" in name}) == set()
 
 
 @pytest.mark.parametrize(

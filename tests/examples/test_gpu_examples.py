@@ -1,7 +1,5 @@
 """The examples for GPUs, which have not run on any: what can be told of them without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +45,7 @@ ONE_OF_ITS_KIND = ("gsm8k_8.yaml", "moe_30b.yaml")
 def configs(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The example with its model's sizes in place of the hub's name, on a machine that seems to have eight GPUs."""
     path = ROOT / "examples" / "gpu" / request.param
-    settings = yaml.safe_load(path.read_text())
-    policy = settings["model"]["init_args"]["policy"]
+    policy = yaml.safe_load(path.read_text())["model"]["init_args"]["policy"]
     role = policy if isinstance(policy, dict) else {"model": {"path": policy}}
     config = {**OF_ALL, **SIZES[role["model"]["path"]]}
     role["model"] |= {"path": None, "config": config, "tokenizer": "examples.quickstart.task.tokenizer"}

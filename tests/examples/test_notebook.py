@@ -1,7 +1,5 @@
 """The notebook runs in a real kernel, from its folder, as a reader starts it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

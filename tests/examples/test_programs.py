@@ -1,7 +1,5 @@
 """Examples whose agent is a program: a script, a task of verifiers, the real Claude Code and Codex."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import importlib

@@ -1,7 +1,5 @@
 """Examples with a reward, environment or judge of their own, in a short form through the command line's own door."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Run where a new user would be, except that the folder is empty: what the files write to `runs/` and read there fits.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,5 +115,4 @@ def test_a_reward_models_export_is_a_reward_and_the_start_of_a_critic(runs: Path
 def test_the_table_names_every_example() -> None:
     table = (EXAMPLES / "README.md").read_text()
     listed = [path for path in EXAMPLES.glob("*/*.yaml") if path.parent.name != "gpu"]  # recipes that have not run
-    missing = [path.name for path in listed if path.name not in table]
-    assert missing == []
+    assert [path.name for path in listed if path.name not in table] == []

@@ -97,8 +97,7 @@ class EmbeddedModel(ScriptedModel):
         if list(Path(folder).glob("*.safetensors")):
             tensors = {name: tensor for file in self._read(folder) for name, tensor in file.items()}
         else:
-            model = AutoModelForCausalLM.from_config(config)
-            tensors = dict(model.named_parameters())
+            tensors = dict(AutoModelForCausalLM.from_config(config).named_parameters())
         if getattr(config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         self._engine.load_weights([Bucket(tensors, is_last=True)], weight_version=0)
@@ -179,7 +178,6 @@ class EmbeddedModel(ScriptedModel):
         self._stale = None
 
     async def revert(self, fault: Fault) -> None:
-        assert self._history is not None
         versions = self._history.versions
         self._put(versions[max(0, len(versions) - 1 - fault.versions_back)], self.version)
         fault.num_wrong_values += self._history.num_wrong(self._engine.read_weights())
@@ -259,8 +257,7 @@ class EmbeddedModel(ScriptedModel):
         await asyncio.to_thread(self._load, [dict(tensors)], version, fault)
 
     def checksums(self) -> list[dict[str, str]]:
-        held = self._engine.read_weights()
-        ranks = checksums(held, self.config, self._num_ranks)
+        ranks = checksums(self._engine.read_weights(), self.config, self._num_ranks)
         if self.draft is not None:
             drafts = checksums(self.draft.parameters(), self.config, self._num_ranks)
             for rank, draft in zip(ranks, drafts, strict=True):

@@ -1,7 +1,5 @@
 """FakeServerProcess: starts the fake server in a process of its own, makes it fail, ends it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -39,10 +37,9 @@ class FakeServerProcess:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
         return self._process.pid
 
-    def start(self, port: int = 0) -> FakeServerProcess:
+    def start(self, port: int = 0) -> "FakeServerProcess":
         """Waits until it listens; EngineUnreachable if it ends instead, or does not listen within ten minutes."""
         self.stop()
         command = [*COMMAND, "--port", str(port)]
@@ -56,7 +53,6 @@ class FakeServerProcess:
         )
         watch = threading.Timer(600.0, self._process.kill)
         watch.start()
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         watch.cancel()
         if not line:
@@ -105,7 +101,7 @@ class FakeServerProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def __enter__(self) -> FakeServerProcess:
+    def __enter__(self) -> "FakeServerProcess":
         return self.start() if self._process is None else self
 
     def __exit__(self, *_: object) -> None:

@@ -41,7 +41,6 @@ def test_rows_have_the_trees_values_and_give_back_what_the_first_row_with_a_toke
     joined = rows.join(outputs)
     assert joined[:, :6].tolist() == tokens[:, :6].tolist()
     joined.sum().backward()
-    assert outputs.grad is not None
     assert outputs.grad[3, 0] == 0
 
 

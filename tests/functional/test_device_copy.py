@@ -9,8 +9,7 @@ DEVICE = torch.device("meta")  # has no values, so what is read is what the host
 
 
 def test_a_copy_is_read_from_what_it_was_made_of() -> None:
-    sent = to_device(torch.arange(3), DEVICE)
-    assert on_host(sent).tolist() == [0, 1, 2]
+    assert on_host(to_device(torch.arange(3), DEVICE)).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("is_device_changed", [True, False])

@@ -488,10 +488,8 @@ def test_tokens_without_any_probability_leave_value_and_gradient_finite(kind: An
     value = topk_divergence(policy, teacher, kind)
     value.sum().backward()
     assert value.isfinite().all()
-    assert policy.grad is not None
     assert policy.grad.isfinite().all()
-    expected = topk_divergence(policy[:1, :1], teacher[:1, :1], kind)[0]
-    torch.testing.assert_close(value[0], expected)
+    torch.testing.assert_close(value[0], topk_divergence(policy[:1, :1], teacher[:1, :1], kind)[0])
     if kind == "forward_kl":  # the others leave alone what the policy would never say
         assert policy.grad[2, 0] < -0.9
 

@@ -167,8 +167,7 @@ def test_the_index_follows_a_run_that_continues_and_repeats(folder: Path, tmp_pa
 def sampled(folder: Path, cache: Path, num: int) -> list[tuple[int, int, int]]:
     index = TrajectoryIndex(folder, cache)
     index.update()
-    rows = index.sample(num)
-    return sorted((row["iteration"], row["group"], row["sample"]) for row in rows)
+    return sorted((row["iteration"], row["group"], row["sample"]) for row in index.sample(num))
 
 
 def test_a_sample_has_whole_groups_of_all_iterations_or_one_row_of_many(tmp_path: Path) -> None:
@@ -200,8 +199,7 @@ def test_a_trajectory_has_every_token_with_what_is_known_of_it(answers: Answers)
     row = table(answers, "iteration=2 group=0 sample=1")["rows"][0]
     shown = answers.answer("trajectory", {"id": str(row["id"])})
     tokens = shown["tokens"]
-    text = "".join(shown["texts"][id_] for id_ in tokens["id"][4:])
-    assert text == HOSTILE[1]
+    assert "".join(shown["texts"][id_] for id_ in tokens["id"][4:]) == HOSTILE[1]
     assert {len(values) for values in tokens.values() if values} == {len(tokens["id"])}
     assert tokens["advantage"][:5] == [0, 0, 0, 0, 0.5]  # the mean, where all tokens have the same
     assert tokens["trainer_logprob"][6] - tokens["logprob"][6] == pytest.approx(-0.02)
@@ -348,8 +346,7 @@ def test_the_newest_trajectories_are_there_before_the_index_is_whole(tmp_path: P
         (path / f"iteration-{iteration:06d}.jsonl").write_text(f'{line}, "trajectory": {{' + "x" * 10_000 + "\n")
     answers = Answers(find_runs([tmp_path]), tmp_path / "cache")
     answers.start()
-    first = answers.answer("table", {})
-    assert first["rows"][0]["iteration"] == 199
+    assert answers.answer("table", {})["rows"][0]["iteration"] == 199
     assert comes_true(lambda: answers.runs[0].index.page()["total"] == 200)
     answers.close()
 

@@ -109,8 +109,7 @@ def test_options_that_contradict_the_plan_are_refused(tmp_path, section, option,
 def test_servers_on_hosts_of_another_kind_make_a_heterogeneous_job(tmp_path):
     options = {"partition": "gpu", "account": "lab"}
     plan = plan_in(tmp_path, time_limit="60", options=options, server_options={"partition": "small"})
-    job = SlurmLauncher(plan).files()["job.sh"]
-    trainer, servers = job.split("#SBATCH hetjob")
+    trainer, servers = SlurmLauncher(plan).files()["job.sh"].split("#SBATCH hetjob")
     assert {"#SBATCH --nodes=2", "#SBATCH --partition=gpu", "#SBATCH --signal=B:USR1@300"} <= {*trainer.splitlines()}
     assert {"#SBATCH --nodes=1", "#SBATCH --partition=small", "#SBATCH --time=60"} <= {*servers.splitlines()}
     assert "--account=lab" in servers.split("if [")[0]

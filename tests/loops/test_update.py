@@ -1,7 +1,5 @@
 """Minibatch losses, the guard against gradients that are not finite, and updates through Lightning's own trainer."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import replace
@@ -11,11 +9,11 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from algorithm_cases import ALGORITHMS, make_module
-from tiny import QUIET, random_experience, tiny_spec
+from algorithm_cases import ALGORITHMS, fit, make_module
+from tiny import random_experience, tiny_spec
 from torch import Tensor
 
-from lightrl import FakeEngine, Prompt, PromptDataModule, Sampling, Trainer
+from lightrl import Sampling
 from lightrl.algorithms import GRPO, EarlyStop
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.dataflow import ModelCall
@@ -251,14 +249,6 @@ def test_an_update_without_finite_gradients_changes_neither_parameters_nor_optim
     assert all(map(torch.equal, moments, [value for state in optimizer.state.values() for value in state.values()]))
 
 
-class FourPrompts(PromptDataModule):
-    def __init__(self) -> None:
-        super().__init__(train=None, batch_size=4)
-
-    def make_prompts(self, split: str) -> list[Prompt]:
-        return [Prompt(f"{split}-{index}", token_ids=[3 + index] * (index + 1)) for index in range(4)]
-
-
 class Counts(RLCallback):
     """What Lightning does to the optimizer, in order."""
 
@@ -280,14 +270,6 @@ class Counts(RLCallback):
 
     def on_minibatch_end(self, trainer: Any, module: Any, metrics: dict[str, float], index: int, total: int) -> None:
         self.metrics.append(metrics)
-
-
-def fit(folder: Path, module: GRPO, *callbacks: L.Callback, num_iterations: int = 1, **settings: Any) -> Trainer:
-    """Rolls out with FakeEngine, whose completions depend on nothing but their seed, so every run learns the same."""
-    run = {"max_steps": num_iterations, "default_root_dir": folder, "callbacks": list(callbacks)}
-    trainer = Trainer(engine=FakeEngine(), **(QUIET | run | settings))
-    trainer.fit(module, FourPrompts())
-    return trainer
 
 
 def module_to_fit(algorithm: str = "GRPO", **settings: Any) -> GRPO:

@@ -1,7 +1,5 @@
 """ChatTemplate: one owner of the template, its arguments, and what of the policy's tokens is text."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -39,8 +39,7 @@ def read(spec, **role):
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "qwen2_5_vl"])
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["fresh", "loaded"])
 def test_tensors_sent_one_by_one_are_those_of_the_folder(family, is_loaded, tmp_path):
-    spec = make_folder(family, str(tmp_path))
-    model = spec.load_model()
+    model = make_folder(family, str(tmp_path)).load_model()
     if not is_loaded:
         fresh = type(model)(model.config)
         fresh.load_state_dict(model.state_dict())

@@ -148,8 +148,7 @@ def test_microbatches_in_another_order_give_the_same_gradient(form):
         return gradients(model)
 
     whole = gradient([experience])
-    shuffled = experience.select([6, 1, 3, 0, 7, 2, 5, 4])
-    cut = gradient(shuffled.microbatch_rows(20)[1])
+    cut = gradient(experience.select([6, 1, 3, 0, 7, 2, 5, 4]).microbatch_rows(20)[1])
     assert whole.keys() == cut.keys()
     assert any("vision_tower" in name for name in whole)
     for name, value in whole.items():

@@ -1,7 +1,5 @@
 """Model folders: whole or absent; transformers loads scalar heads without a word, SGLang finds the bias it wants."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -43,8 +41,6 @@ def test_a_bias_of_zero_lies_next_to_the_heads_that_have_one_in_sglang(
     experience = random_experience()
     outputs = [next(iter(SingleModel(one, LogprobSettings()).forward([experience]))) for one in (loaded, model)]
     actual, expected = (output.values for output in outputs)
-    assert actual is not None
-    assert expected is not None
     torch.testing.assert_close(actual, expected)  # products round by where the weights lie in memory
     assert expected.any()
 

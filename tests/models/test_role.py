@@ -1,7 +1,5 @@
 """A role from a path, a ModelSpec or a Role."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

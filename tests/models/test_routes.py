@@ -1,7 +1,5 @@
 """models/routes.py: recorded routes replayed by a model, by SingleModel, and what joins them on their way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -163,8 +161,7 @@ def test_routes_of_another_model_are_refused():
 
 
 def test_experts_are_bytes_where_they_fit_and_an_unknown_one_makes_all_of_a_block_unknown():
-    ids = torch.tensor([[[0, 2], [1, -1]]])
-    assert as_bytes(ids, 4).tolist() == [[0, 2, 255, 255]]
+    assert as_bytes(torch.tensor([[[0, 2], [1, -1]]]), 4).tolist() == [[0, 2, 255, 255]]
     wide = as_bytes(torch.tensor([[[300, 2]], [[-1, -1]]]), 384)
     assert wide.shape == (2, 4)
     assert wide.view(torch.int16).tolist() == [[300, 2], [-1, -1]]

@@ -1,7 +1,5 @@
 """What math_answer says about 100 completions: (completion, reference, accuracy, format, reason)."""
 
-from __future__ import annotations
-
 CASES: list[tuple[str, object, int, int, str]] = [
     # After ####, as GSM8K marks its answers.
     ("6 * 7 = 42\n#### 42", "42", 1, 1, "the marked number"),

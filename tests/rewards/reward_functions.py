@@ -102,7 +102,6 @@ def obey(trajectory: Trajectory) -> object:
         session = subprocess.Popen(
             ["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, start_new_session=True
         )
-        assert session.stdout is not None
         return {"reward": 1.0, "child": session.pid, "grandchild": int(session.stdout.readline())}
     if what == "read":
         return len(sys.stdin.read())

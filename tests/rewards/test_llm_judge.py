@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_functions import trajectory_that
@@ -49,14 +50,12 @@ class Server:
         async def serve() -> object:
             app = web.Application()
             app.router.add_post("/v1/chat/completions", self.answer)
-            runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0)
-            await site.start()
+            server = TestServer(app)
+            await server.start_server(shutdown_timeout=0.1)
             try:
-                return await use(f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+                return await use(str(server.make_url("/v1")))
             finally:
-                await runner.cleanup()
+                await server.close()
 
         return asyncio.run(serve())
 

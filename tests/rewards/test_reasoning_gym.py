@@ -1,7 +1,5 @@
 """reasoning-gym's rows and reward, on a stand-in that counts legs as it does, and on the package itself."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import sys
@@ -83,8 +81,7 @@ def test_splits_and_seeds_share_no_entry() -> None:
 def test_data_sets_take_turns_with_arguments_of_their_own_and_are_the_datas_rows() -> None:
     arguments = {"datasets": {"leg_counting": {"max_animals": 1}}, "size": 4}
     source = DataSource("lightrl.rewards.reasoning_gym.rows", arguments=arguments)
-    data = PromptDataModule(source, batch_size=2)
-    prompts = data.make_prompts("train")
+    prompts = PromptDataModule(source, batch_size=2).make_prompts("train")
     assert [prompt.fields["answer"] for prompt in prompts] == ["4"] * 4
     assert reasoning_gym.reward(answered(prompts[3].fields, "4"))["reward"] == 1.0
 

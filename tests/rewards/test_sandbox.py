@@ -511,8 +511,7 @@ for name, number in numbers.items():
 
 
 def test_calls_for_namespaces_mounts_and_uncounted_memory_are_refused(sandbox):
-    result = run(sandbox, CALLS)
-    answers = dict(line.split() for line in result.stdout.splitlines())
+    answers = dict(line.split() for line in run(sandbox, CALLS).stdout.splitlines())
     assert answers.pop("clone3") == "ENOSYS"  # so that C libraries use clone, whose flags the filter sees
     assert set(answers.values()) == {"EPERM"}, answers
     assert len(answers) == 14
@@ -520,7 +519,6 @@ def test_calls_for_namespaces_mounts_and_uncounted_memory_are_refused(sandbox):
 
 
 def test_folders_within_folders_do_not_harm_the_guard(sandbox):
-    deep = "import os\nfor _ in range(1100):\n    os.mkdir('x' * 50)\n    os.chdir('x' * 50)"
-    run(sandbox, deep)
+    run(sandbox, "import os\nfor _ in range(1100):\n    os.mkdir('x' * 50)\n    os.chdir('x' * 50)")
     assert run(sandbox, "import os; print(os.listdir('.'))").stdout == "['program.py']\n"
     assert not list(Path(tempfile.gettempdir()).glob(f"{own_prefix('lightrl-sandbox-')}*"))

@@ -95,11 +95,6 @@ def ids(groups: list[Group]) -> list[int]:
     return [group.id for group in groups]
 
 
-def fake(controller: RolloutController) -> FakeEngine:
-    assert isinstance(controller.engine, FakeEngine)
-    return controller.engine
-
-
 def uneven(prompt: list[int], sampling: Sampling) -> float:
     return 0.0005 * (1 + prompt[0] * 7 % 5)
 
@@ -107,9 +102,9 @@ def uneven(prompt: list[int], sampling: Sampling) -> float:
 def test_on_policy_requests_come_in_one_batch_of_prompts_and_samples(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=uneven), group_size=3, groups_per_iteration=4)
     groups = controller.take(0)
-    assert [request.token_ids[0] for request in fake(controller).requests] == [k for k in range(4) for _ in range(3)]
+    assert [request.token_ids[0] for request in controller.engine.requests] == [k for k in range(4) for _ in range(3)]
     seeds = [sampling_seed(0, f"{k}:p{k}", sample, 0) for k in range(4) for sample in range(3)]
-    assert [request.sampling.seed for request in fake(controller).requests] == seeds
+    assert [request.sampling.seed for request in controller.engine.requests] == seeds
     assert ids(groups) == [0, 1, 2, 3]
     assert [(item.group_id, item.sample) for group in groups for item in group.trajectories] == [
         (k, sample) for k in range(4) for sample in range(3)
@@ -129,10 +124,10 @@ def test_the_same_run_gives_the_same_trajectories_whatever_finishes_first(make: 
 def test_on_policy_nothing_starts_before_a_batch_is_waited_for(make: Make) -> None:
     controller = make()
     load_version(controller, 0)
-    assert controller.progress()["running_groups"] == len(fake(controller).requests) == 0
+    assert controller.progress()["running_groups"] == len(controller.engine.requests) == 0
     iterate(controller, 0)
     controller.state_dict()  # the event loop has handled all that came before
-    assert len(fake(controller).requests) == 2
+    assert len(controller.engine.requests) == 2
 
 
 class PausingScript(list[int]):
@@ -213,7 +208,7 @@ def test_no_prompt_starts_beyond_what_the_run_needs(make: Make) -> None:
     assert sorted(seen) == [0, 1, 2, 4, 5, 6]
     controller.state_dict()
     assert controller.progress()["next_position"] == 7  # 6 and one for the dropped one
-    assert len(fake(controller).requests) == 7
+    assert len(controller.engine.requests) == 7
 
 
 def fails_for(positions: set[int], reason: str = "raised") -> Callable[[Trajectory], float]:
@@ -547,7 +542,7 @@ def test_evaluation_keeps_the_order_and_lets_training_rollouts_continue(make: Ma
     assert [[item.sample for item in group.trajectories] for group in groups] == [[0, 1]] * 5
     assert {len(item.completion_ids) for group in groups for item in group.trajectories} == {3}
     assert {version for group in groups for item in group.trajectories for version in item.weight_versions} == {-1, 0}
-    assert [request.token_ids[0] for request in fake(controller).requests][4:] == [900 + k // 2 for k in range(10)]
+    assert [request.token_ids[0] for request in controller.engine.requests][4:] == [900 + k // 2 for k in range(10)]
     assert ids(controller.take(0) + iterate(controller, 0)) == [0, 1, 0, 1]
     assert controller.progress()["next_position"] == 6  # validation took no place of a training group
 
@@ -588,23 +583,23 @@ def test_a_validation_that_hangs_says_how_far_it_came(make: Make) -> None:
         RolloutError, match=r"Validation waited for 1 prompt × 4 samples, .*3 of 4 trajectories finished"
     ):
         controller.evaluate([Prompt(id="a", token_ids=[1])], sampling=SAMPLING, num_samples=4)
-    assert comes_true(lambda: fake(controller).num_running == 0)
+    assert comes_true(lambda: controller.engine.num_running == 0)
 
 
 def test_an_interrupted_validation_is_cancelled_and_training_continues(make: Make) -> None:
     controller = make(FakeEngine(seconds_per_token=lambda prompt, sampling: 5.0 if prompt[0] > 800 else 0.0))
     with pytest.raises(KeyboardInterrupt):
         controller.evaluate([Prompt(id="a", token_ids=[900])], sampling=SAMPLING, on_wait=interrupt)
-    assert comes_true(lambda: fake(controller).num_running == 0)
+    assert comes_true(lambda: controller.engine.num_running == 0)
     assert ids(controller.take(0)) == [0, 1]
 
 
 def test_close_cancels_what_runs_or_hangs_and_may_be_called_twice(make: Make) -> None:
     before = set(threading.enumerate())
     controller = make(FakeEngine(seconds_per_token=9.0, hang_requests={1}), max_staleness=3)
-    assert comes_true(lambda: fake(controller).num_running == 7)
+    assert comes_true(lambda: controller.engine.num_running == 7)
     controller.close()
-    assert fake(controller).num_running == 0
+    assert controller.engine.num_running == 0
     assert set(threading.enumerate()) == before
     controller.close()
     with pytest.raises(RolloutError, match="closed"):
@@ -636,8 +631,7 @@ def test_close_waits_for_a_workflow_that_cleans_up(make: Make) -> None:
             await asyncio.sleep(0.05)
             cleaned.append(prompt.id)
 
-    controller = make(workflow=Doing(cleans_up), max_staleness=1)
-    controller.close()
+    make(workflow=Doing(cleans_up), max_staleness=1).close()
     assert sorted(cleaned) == ["p0", "p1", "p2", "p3"]
 
 
@@ -692,8 +686,7 @@ def cancelled_after(controller: RolloutController, coroutine: Coroutine[Any, Any
 
 def assert_no_slot_leaks(controller: RolloutController) -> None:
     """Two whole iterations follow, every position is somewhere, and the engine is idle then."""
-    seen = ids(iterate(controller, 0)) + ids(controller.take(1))
-    assert seen == [0, 1, 2, 3]
+    assert ids(iterate(controller, 0)) + ids(controller.take(1)) == [0, 1, 2, 3]
     state = controller.state_dict()
     kept = state["in_flight"] + [group["id"] for group in state["finished"]]
     assert sorted([*kept, 0, 1]) == list(range(state["next_position"]))
@@ -719,7 +712,7 @@ def test_what_is_cancelled_at_any_await_leaks_no_slot(make: Make, begin: Any, ma
     for ticks in TICKS:
         controller = make(PausesSlowly(), max_staleness=max_staleness)
         outcomes.add(cancelled_after(controller, begin(controller), ticks))
-        assert begin is not validation or fake(controller).num_running == 0
+        assert begin is not validation or controller.engine.num_running == 0
         assert_no_slot_leaks(controller)
         controller.close()
     assert outcomes == {True, False}
@@ -738,7 +731,7 @@ def test_everything_cancelled_at_any_await_leaves_an_idle_engine(make: Make) -> 
 
         run_inside(controller, scenario())
         controller.close()
-        assert fake(controller).num_running == 0
+        assert controller.engine.num_running == 0
         (completion,) = asyncio.run(controller.engine.generate([1], SAMPLING, session="it is not paused"))
         assert len(completion.token_ids) == 4
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_controller import Make, fake, ids, iterate, load_version, make, through_disk, uneven
+from test_controller import Make, ids, iterate, load_version, make, through_disk, uneven
 
 from lightrl.callbacks import SuccessRateCurriculum
 from lightrl.data import PromptStream
@@ -35,7 +35,7 @@ def drop(*positions: int) -> Callable[[Group], tuple[str, str] | None]:
 
 
 def requests(controller: Any) -> list[int]:
-    return [request.token_ids[0] for request in fake(controller).requests]
+    return [request.token_ids[0] for request in controller.engine.requests]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -48,8 +48,7 @@ def test_dropped_groups_are_counted_by_reason_and_replaced_so_that_iterations_ke
     seen = [ids(iterate(controller, version)) for version in range(3)]
     assert sorted(position for taken in seen for position in taken) == [1, 2, 5, 6, 7, 8]
     assert [len(taken) for taken in seen] == [2, 2, 2]
-    reasons = [item.reason for item in controller.drain_drops()]
-    assert reasons == ["filtered_zero_variance"] * 6
+    assert [item.reason for item in controller.drain_drops()] == ["filtered_zero_variance"] * 6
     assert controller.drain_group_drops() == {"filtered_zero_variance": 3}
     assert controller.drain_group_drops() == {}
     assert controller.progress()["next_position"] == 9  # and total_groups=6 starved nobody
@@ -127,7 +126,7 @@ def test_a_group_that_lost_a_trajectory_is_resampled_with_new_seeds(make: Make, 
     taken.append(controller.take(1))
     (group,) = (group for groups in taken for group in groups if group.id == 0)
     assert [item.sample for item in group.trajectories] == [0, 1]
-    seeds = {request.sampling.seed for request in fake(controller).requests if request.token_ids == [0]}
+    seeds = {request.sampling.seed for request in controller.engine.requests if request.token_ids == [0]}
     assert len(seeds) == 4
     assert [item.reason for item in controller.drain_drops()] == ["reward_timeout", "incomplete"]
 
@@ -154,8 +153,8 @@ def test_a_draw_in_flight_keeps_its_new_seeds_over_a_resume(make: Make) -> None:
     second.load_state_dict(state)
     load_version(second, 0)
     second.take(0)
-    assert [item.sampling.seed for item in fake(second).requests] == [
-        item.sampling.seed for item in fake(first).requests[2:]
+    assert [item.sampling.seed for item in second.engine.requests] == [
+        item.sampling.seed for item in first.engine.requests[2:]
     ]
 
 
@@ -166,7 +165,7 @@ def test_on_policy_over_sampling_gives_up_the_stragglers(make: Make) -> None:
     assert [(item.reason, item.prompt_id) for item in controller.drain_drops()] == [("oversampled", "p1")]
     assert controller.drain_group_drops() == {"oversampled": 1}
     assert controller.state_dict()["in_flight"] == []
-    assert fake(controller).num_running == 0
+    assert controller.engine.num_running == 0
     seen = ids(controller.take(1))
     assert len(seen) == 4
     assert set(seen) <= {5, 6, 7, 8, 9}

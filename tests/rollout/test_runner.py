@@ -119,8 +119,7 @@ def test_a_group_with_one_request_equals_one_of_single_requests(make: Any, setti
 
 def test_a_group_is_one_request(make: Any) -> None:
     engine = GroupEngine()
-    controller = make(engine)
-    iterate(controller, 0)
+    iterate(make(engine), 0)
     assert (engine.num_groups, len(engine.requests)) == (2, 6)
 
 
@@ -219,8 +218,7 @@ def test_a_prompt_that_the_engine_refuses_drops_its_trajectories_alone(make: Any
             return Prompt(id=f"p{position}", token_ids=[10_000 if position == 0 else position])
 
     controller = make(GroupEngine(), prompts=Wrong(), max_failed_fraction=1.0)
-    groups = controller.take(0)
-    assert 0 not in [group.id for group in groups if group.trajectories]
+    assert 0 not in [group.id for group in controller.take(0) if group.trajectories]
     assert {"outside the model's vocabulary" in drop.message for drop in controller.drain_drops()} == {True}
 
 

@@ -259,8 +259,7 @@ def test_a_worker_that_is_gone_is_named_and_its_trajectories_are_run_again(make,
 
 @pytest.mark.extra
 def test_a_workflow_that_blocks_its_worker_is_shown_and_run_again(make, tmp_path, caplog, capfd):
-    controller = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=10.0)
-    groups = controller.take(0)
+    groups = make(2, BlockingOnce(tmp_path / "mark"), loop_timeout_s=10.0).take(0)
     assert tokens(groups) == tokens(make(0).take(0))
     assert "blocks its event loop" in caplog.text
     assert "worker_workflows.py" in capfd.readouterr().err  # the line
@@ -373,8 +372,7 @@ def test_what_is_in_flight_continues_from_its_token(make: Make, resumed_with: in
     resumed.load_state_dict(states[0])
     again = resumed.state_dict()
     assert again["written"] == states[0]["written"]  # nothing is lost if it ends before it has started
-    groups = resumed.take(0)
-    assert tokens(groups) == tokens(expected)
+    assert tokens(resumed.take(0)) == tokens(expected)
 
 
 TRAINER = """
@@ -398,7 +396,6 @@ def test_workers_end_with_a_killed_trainer(servers: list[FakeServerProcess], tmp
     paths = [str(Path(__file__).parent), *sys.path]
     script.write_text(TRAINER.format(paths=paths, urls=[server.url for server in servers]))
     with forked.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as trainer:
-        assert trainer.stdout is not None
         assert trainer.stdout.readline() == b"taken\n"
         children = psutil.Process(trainer.pid).children(recursive=True)
         workers = workers_of(trainer.pid)

@@ -8,7 +8,6 @@ differences of outputs, and of a parameter's gradient, to one process.
 
 import functools
 import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from moe_cases import moe_model
-from rank_scripts import fork_runs
+from rank_scripts import fork_runs, print_compared
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -63,7 +62,8 @@ def with_one_token(experience: Experience) -> Experience:
     return replace(experience, lengths=lengths, loss_mask=experience.loss_mask & (columns < lengths[:, None]))
 
 
-def compare(size: int, cp: int, family: str, form: str) -> dict[str, Any]:
+def compare(case: list[Any]) -> dict[str, Any]:
+    size, cp, family, form = case
     (one, head), (cut, cut_head) = model_of(family), model_of(family)
     mesh = init_device_mesh("cpu", (size // cp, cp), mesh_dim_names=("dp", "cp"))
     shard(cut, cut_head, checkpoints=form == "checkpointed")
@@ -93,23 +93,12 @@ def compare(size: int, cp: int, family: str, form: str) -> dict[str, Any]:
                 found["gradients"] = max(found["gradients"], difference(whole(gradients[name]), value.grad))
     numbers = torch.tensor(list(found.values()))
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
-    return {"case": [size, cp, family, form], **dict(zip(found, numbers.tolist(), strict=True))}
-
-
-def work(cases: list[list[Any]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        found = compare(*case)
-        if dist.get_rank() == 0:
-            os.write(1, (json.dumps(found) + "\n").encode())
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"case": case, **dict(zip(found, numbers.tolist(), strict=True))}
 
 
 def main(cases: list[list[Any]]) -> int:
     sizes = sorted({case[0] for case in cases})
-    return fork_runs(sizes, lambda size: work([case for case in cases if case[0] == size]))
+    return fork_runs(sizes, lambda size: print_compared(compare, [case for case in cases if case[0] == size]))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def gradient_of(microbatches: list[Experience], *, calls: list[float] | None = N
 
 def test_halves_are_whole_groups_of_about_as_many_tokens(experience: Experience) -> None:
     halves = cut_in_halves(experience)
-    assert halves is not None
     groups = [set(half.group_ids.tolist()) for half in halves]
     assert (groups[0] | groups[1], groups[0] & groups[1]) == ({0, 1, 2, 3}, set())
     assert sum(len(half) for half in halves) == len(experience)

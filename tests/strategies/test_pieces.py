@@ -111,7 +111,6 @@ def test_the_gradient_of_pieces_differs_by_the_rounding_of_their_sum() -> None:
         model.zero_grad(set_to_none=True)
         loss.backward()
         for name, value in model.named_parameters():
-            assert value.grad is not None
             parts[-1][name] = parts[-1].get(name, torch.zeros(())) + value.grad.abs().double()
             earlier = before[name]
             value.grad = value.grad if earlier is None else value.grad + earlier

@@ -50,8 +50,7 @@ def test_skewed_lengths_on_many_ranks_are_balanced_within_two_percent() -> None:
 
 
 def test_fewer_rows_than_ranks_leave_shares_empty() -> None:
-    shares = balanced_shares([3, 4], 4)
-    assert sorted(map(len, shares)) == [0, 0, 1, 1]
+    assert sorted(map(len, balanced_shares([3, 4], 4))) == [0, 0, 1, 1]
     assert balanced_shares([], 2) == [[], []]
 
 

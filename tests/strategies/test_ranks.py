@@ -89,7 +89,6 @@ def test_a_collective_that_timed_out_is_named_with_the_rank_that_is_behind(watch
     watches[0].enter("update")
     watches[0].fail(error, timeout_s=10)
     watches[1].fail(RuntimeError("stopped"), timeout_s=10)
-    assert watches[1].failed_before is not None
     assert "Rank 0 failed in 'update'" in watches[1].failed_before
     assert "It waited 600 s in collective 12, ALLREDUCE of 4096 numbers" in watches[1].failed_before
     assert watches[1].failed_before.endswith("Furthest behind: rank 1.")

@@ -32,7 +32,6 @@ def test_routes_are_padded_and_unknown_where_a_trajectory_has_none() -> None:
     items[0].columns = as_columns({"routes": [1, 2] * len(items[0].token_ids)})
     padded, sharded = Experience.from_trajectories(items), ShardedExperience.from_trajectories(items)
     assert_same(sharded.local, padded)
-    assert padded.routes is not None
     assert padded.routes[0, : len(items[0].token_ids)].unique().tolist() == [1, 2]
     assert padded.routes[1:].unique().tolist() == [255]
     longer = sharded.rollout_part(torch.tensor([True, False, True])).dense()

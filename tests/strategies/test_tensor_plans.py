@@ -126,5 +126,4 @@ def test_every_layer_is_on_one_stage_in_order() -> None:
 
 def test_embedding_and_head_count_as_layers() -> None:
     # A layer has 2 · 16 · 4 · (8 + 4) + 3 · 16 · 48 = 3,840 parameters; embedding and head are two layers each.
-    sizes = [len(part) for part in split_layers(config(vocab_size=480), 4, 3840)]
-    assert sizes == [1, 3, 3, 1]
+    assert [len(part) for part in split_layers(config(vocab_size=480), 4, 3840)] == [1, 3, 3, 1]

@@ -9,7 +9,6 @@ the largest relative differences to one process.
 
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from moe_cases import moe_model
-from rank_scripts import fork_runs
+from rank_scripts import fork_runs, print_compared
 from second_device import second_device
 from tiny import FAMILIES, random_experience, tiny_model, tiny_spec, with_supports, with_teacher_topk
 from torch import Tensor
@@ -55,7 +54,6 @@ def make_model(family: str) -> Any:
         spec = tiny_spec("qwen3", head="scalar")
         model = replace(spec, config={**(spec.config or {}), **changes}).load_model()
         head = scalar_head(model)
-        assert head is not None
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(3))
         return model
     if family in MIXTURES:
@@ -78,7 +76,6 @@ def parts(seed: int, *, is_truncated: bool) -> list[Experience]:
 def with_routes(experience: Experience, config: Any, known: float = 0.8) -> Experience:
     """Each token with two random experts in each block; known for this fraction of the tokens."""
     layout = RouteLayout.of(config)
-    assert layout is not None
     generator = torch.Generator().manual_seed(4)
     shape = (*experience.token_ids.shape, len(layout.layers), layout.num_experts)
     routes = torch.rand(shape, generator=generator).topk(2, -1).indices.to(torch.uint8).flatten(2)
@@ -225,22 +222,15 @@ def compare_rounding(
     return {"form": form, "rounding": float((squares[0] / squares[1]).sqrt())}
 
 
-def work(cases: list[list[Any]]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        actual = {"case": case, **(compare_rounding if "mixed" in case else compare)(*case)}
-        if dist.get_rank() == 0:
-            os.write(1, (json.dumps(actual) + "\n").encode())  # a line at once: several worlds print
-    dist.barrier()
-    dist.destroy_process_group()
+def compare_case(case: list[Any]) -> dict[str, Any]:
+    return {"case": case, **(compare_rounding if "mixed" in case else compare)(*case)}
 
 
 def main(cases: list[list[Any]]) -> int:
     worlds: dict[int, list[list[Any]]] = {}
     for case in cases:
         worlds.setdefault(math.prod([*case[:3], *case[7:]]), []).append(case)
-    return fork_runs(list(worlds), lambda size: work(worlds[size]))
+    return fork_runs(list(worlds), lambda size: print_compared(compare_case, worlds[size]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from rank_scripts import left_by, run_once
+from tiny_run import POLICY
 
 # Lightning's, about a resume with other callbacks or another folder than those of the run before
 OF_RESUMES = (
@@ -18,6 +19,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.filterwarnings(*OF_RESUMES))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model that adapters belong to."""
+    folder = tmp_path_factory.mktemp("base")
+    POLICY.load_model().save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -66,8 +66,7 @@ def train(folder: Path, name: str, size: int) -> float:
 
 
 def on_rank(folder: Path, size: int) -> None:
-    ratios = {name: train(folder, name, size) for name in RUNS}
-    torch.save(ratios, folder / f"{size}.ratios")
+    torch.save({name: train(folder, name, size) for name in RUNS}, folder / f"{size}.ratios")
 
 
 if __name__ == "__main__":

@@ -509,7 +509,6 @@ def save_models(folder: Path) -> None:
     spec.load_model().save_pretrained(folder / "model")
     model = REWARD_MODEL.load_model()
     head = scalar_head(model)
-    assert head is not None
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(6))
     model.save_pretrained(folder / "reward_model")
 

@@ -99,8 +99,7 @@ def resume(folder: Path, max_batch: int | None = None, **settings: Any) -> dict[
         spread = {"devices": 2, "strategy": "FSDP2Strategy", "engine": LocalEngine(max_batch=max_batch)}
         callbacks = [checkpoints, Trace(max_cost=1.0)]
         kwargs = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": 4, **validation, **spread}
-        trainer = train(folder, module, ckpt_path=ckpt_path, **kwargs)
-        return module, trainer
+        return module, train(folder, module, ckpt_path=ckpt_path, **kwargs)
 
     with warnings.catch_warnings(record=True) as warned:
         whole, _ = run(None)

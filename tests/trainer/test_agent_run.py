@@ -40,7 +40,6 @@ class AgentRun(TinyGRPO):
 
     def reward(self, trajectory: Trajectory) -> Any:
         self.rewarded.append(trajectory)
-        assert trajectory.rewards is not None
         return sum(trajectory.rewards)
 
 
@@ -94,7 +93,6 @@ class ProgramRun(TinyGRPO):
         self.workspaces: list[Path] = []
 
     def reward(self, trajectory: Trajectory) -> float:
-        assert trajectory.workspace is not None
         self.workspaces.append(Path(trajectory.workspace))
         answer = (self.workspaces[-1] / "answer.txt").read_text()
         assert answer == trajectory.completion

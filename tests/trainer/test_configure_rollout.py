@@ -17,7 +17,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "write-a-callback.md"
 def shown(name: str) -> dict[str, Any]:
     """The names that the code block of the docs defines."""
     block = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert block is not None
     assert len(block.group(1).strip().splitlines()) <= 15
     names: dict[str, Any] = {"__name__": "my_callbacks"}
     exec(compile(block.group(1), str(DOCS), "exec"), names)

@@ -40,8 +40,7 @@ class Runs:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint of one process."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = train(folder, max_steps=1)
-    trainer.save_checkpoint(folder / "run.ckpt")
+    train(folder, max_steps=1).save_checkpoint(folder / "run.ckpt")
     return folder / "run.ckpt"
 
 

@@ -16,17 +16,8 @@ from tiny_run import POLICY, TinyGRPO, train
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from lightrl import (
-    SFT,
-    ExpertBalance,
-    FSDP2Strategy,
-    LocalEngine,
-    LoRA,
-    Parallel3DStrategy,
-    RewardModel,
-    RLCallback,
-    Role,
-)
+import lightrl
+from lightrl import SFT, ExpertBalance, FSDP2Strategy, LocalEngine, LoRA, RewardModel, RLCallback, Role
 from lightrl.models.moe import moe_blocks, router_of
 from lightrl.weights import Bucket
 
@@ -216,7 +207,7 @@ def test_trees_are_refused() -> None:
     ("run", "message"),
     [
         ({"kind": RewardModel}, "supports RL and SFT, not RewardModel"),
-        ({"strategy": Parallel3DStrategy(tp=2)}, "Parallel3DStrategy"),
+        ({"strategy": lightrl.Parallel3DStrategy(tp=2)}, "Parallel3DStrategy"),
         ({"strategy": FSDP2Strategy(cp=2)}, "cp above 1"),
         ({"strategy": FSDP2Strategy(compile_layers=True)}, "compile_layers"),
         ({"strategy": FSDP2Strategy(offload_to_cpu=["parameters"])}, "parameters in offload_to_cpu with bias_rate"),

@@ -1,7 +1,5 @@
 """An asynchronous run that is resumed continues the completions that were in flight, in the middle of their tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
@@ -59,8 +57,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("engine", [LocalEngine, FakeEngine])
 def test_a_resumed_run_keeps_the_tokens_that_were_in_flight(engine: Any, checkpoint: Path, tmp_path: Path) -> None:
-    saved = rollout_state(checkpoint)
-    parts = [Completion.from_state(item) for _, item in saved["written"]]
+    parts = [Completion.from_state(item) for _, item in rollout_state(checkpoint)["written"]]
     assert {part.finish_reason for part in parts} >= {"abort"}
     resumed = fit(tmp_path, engine(), ckpt_path=checkpoint)
     rows = []

@@ -41,7 +41,6 @@ class Run:
         self.children = psutil.Process(self.process.pid).children(recursive=True)
 
     def send(self, number: int) -> None:
-        assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
     def exit_code(self) -> int | None:

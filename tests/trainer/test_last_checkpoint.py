@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
-from tiny_run import CONFIG, Digits, TinyGRPO, make_trainer, train
+from tiny_run import CONFIG, POLICY, Digits, TinyGRPO, make_trainer, train
 
 import lightrl
 from lightrl import ModelSpec
@@ -68,13 +68,6 @@ def test_a_link_to_nothing_is_refused_unless_there_is_another_checkpoint(saved: 
     saved.unlink()
     with pytest.raises(ValueError, match=r"version_1/checkpoints/last.ckpt is a link to gone.ckpt, which"):
         trainer_of(tmp_path, 1).fit(TinyGRPO(), datamodule=Digits(), ckpt_path="last")
-
-
-def test_without_loggers_the_folder_of_all_runs_is_searched(tmp_path: Path) -> None:
-    train(tmp_path, enable_checkpointing=True, max_steps=1)
-    module = TinyGRPO()
-    train(tmp_path, module, enable_checkpointing=True, max_steps=3, ckpt_path="last")
-    assert len(module.trained) == 2
 
 
 @pytest.mark.parametrize(
@@ -176,14 +169,15 @@ def test_the_newest_of_a_named_folder_and_the_runs_counts(saved: Path, tmp_path:
         assert trainer.ckpt_path == str(newest)
 
 
-def test_without_loggers_another_experiment_starts_from_the_beginning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("policy", "num_trained"), [(POLICY, 2), (OTHER, 3)], ids=["the same", "another"])
+def test_without_loggers_the_folder_of_all_runs_is_searched_for_the_experiment(
+    policy: Any, num_trained: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tmp_path, enable_checkpointing=True, max_steps=1)
-    module = TinyGRPO(OTHER)
+    module = TinyGRPO(policy)
     train(tmp_path, module, enable_checkpointing=True, max_steps=3, ckpt_path="last")
-    assert len(module.trained) == 3
-    assert "its model.policy.model.seed is 3, this run has 4" in caplog.text
+    assert len(module.trained) == num_trained
+    assert ("its model.policy.model.seed is 3, this run has 4" in caplog.text) == (policy is OTHER)
 
 
 @pytest.mark.parametrize("named", [True, False])

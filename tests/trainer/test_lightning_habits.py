@@ -38,7 +38,6 @@ def test_validate_test_and_predict_need_no_training(tmp_path: Path) -> None:
     assert {"val/reward", "val/pass_at_2_fraction"} <= validated.keys()
     assert tested["test/prompts"] == 4
     predicted = trainer.predict(module, datamodule=Digits())
-    assert predicted is not None
     groups: list[Group] = [group for batch in predicted for group in batch]  # type: ignore[union-attr]
     assert [len(group.trajectories) for group in groups] == [2] * 4
     assert all(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
@@ -277,8 +276,7 @@ def test_a_module_has_its_own_optimizer_and_scheduler(tmp_path: Path) -> None:
         def on_train_batch_end(self, *args: Any) -> None:
             self.log("policy/flat", 1.0)
 
-    trainer = train(tmp_path, Own(), max_steps=4)
-    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.5
+    assert train(tmp_path, Own(), max_steps=4).optimizers[0].param_groups[0]["lr"] < 0.5
 
 
 @habit("def configure_model(self)", "call `super()`'s, then freeze or change the loaded models")

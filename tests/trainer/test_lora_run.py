@@ -20,14 +20,6 @@ ADAPTED = Role(POLICY, lora=LoRA(rank=2))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model that the adapters belong to."""
-    folder = tmp_path_factory.mktemp("base")
-    POLICY.load_model().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def finished(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyGRPO, Path, LocalEngine]:
     """A run's module, its checkpoint and its engine."""
     folder = tmp_path_factory.mktemp("run")
@@ -133,8 +125,7 @@ def test_an_export_loads_in_peft(finished: Any, base: Path, tmp_path: Path) -> N
 def test_a_resumed_run_repeats_the_whole_one(tmp_path: Path) -> None:
     whole, first, second = (TinyGRPO(ADAPTED, num_minibatches=2) for _ in range(3))
     make_trainer(tmp_path, max_steps=3).fit(whole, datamodule=Digits())
-    trainer = train(tmp_path, first, max_steps=2)
-    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    train(tmp_path, first, max_steps=2).save_checkpoint(tmp_path / "run.ckpt")
     make_trainer(tmp_path, max_steps=3).fit(second, datamodule=Digits(), ckpt_path=tmp_path / "run.ckpt")
     expected, found = weights(whole), weights(second)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

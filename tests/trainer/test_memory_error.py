@@ -1,7 +1,5 @@
 """A device out of memory says in which phase, with which sizes, and which settings to change."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -85,7 +85,6 @@ def test_a_monitor_with_a_wrong_prefix_is_found_after_one_iteration(monitor: str
     shown = re.search(
         r"The closest of (\d+) logged metrics: (.*?)\. docs/reference/metrics.md has all", str(error.value)
     )
-    assert shown is not None
     assert len(shown[2].split(", ")) == 8 < int(shown[1])
     assert trainer.global_step == 1
 

@@ -27,8 +27,7 @@ class InTwoGroups(TinyGRPO):
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two iterations of TinyGRPO, with the file that the command writes beside it."""
     folder = tmp_path_factory.mktemp("run")
-    trainer = train(folder, max_steps=2)
-    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    train(folder, max_steps=2).save_checkpoint(folder / "checkpoints" / "last.ckpt")
     (folder / "config.yaml").touch()
     return folder / "checkpoints" / "last.ckpt"
 

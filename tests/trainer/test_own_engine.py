@@ -44,13 +44,6 @@ def test_it_trains_and_validates_with_each_callback(max_staleness: int, tmp_path
     assert devices_text(trainer) == "trainer cpu; OwnEngine"
 
 
-def test_workflow_workers_are_refused_before_anything_starts(tmp_path: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"workflow_workers=2 needs an engine with servers.* OwnEngine generates in rank"
-    ):
-        make_trainer(tmp_path, engine=OwnEngine()).fit(TinyGRPO(workflow_workers=2), Digits())
-
-
 def test_a_class_without_load_weights_is_no_engine() -> None:
     class Half(RolloutEngine):
         generate = OwnEngine.generate

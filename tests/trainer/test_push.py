@@ -1,7 +1,5 @@
 """lightrl export --push: the real huggingface_hub against a hub on loopback, which keeps what it is sent."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -233,8 +231,7 @@ def test_checkpoints_of_two_models_are_not_averaged(three, tmp_path: Path, capsy
 @pytest.mark.extra
 def test_the_command_exports_and_pushes_a_whole_run(hub: Any, tmp_path: Path) -> None:
     checkpoint = made_run(tmp_path)
-    trainer = train(tmp_path / "trainer", max_steps=1)
-    trainer.save_checkpoint(checkpoint)
+    train(tmp_path / "trainer", max_steps=1).save_checkpoint(checkpoint)
     command = [sys.executable, "-m", "lightrl", "export", str(checkpoint), "--to", str(tmp_path / "export")]
     command += ["--push", "me/digits", "--run_code_of_checkpoint"]
     modules = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])

@@ -30,13 +30,6 @@ def load(family: str, folder: Path) -> Any:
     return quantized(folder).load_model()
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
-    POLICY.load_model().save_pretrained(folder)
-    return folder
-
-
 def by_hand(weight: torch.Tensor) -> torch.Tensor:
     """The nearest of 16 levels in each block of 64 values, times the block's largest magnitude."""
     blocks, levels = weight.reshape(-1, 64), get_4bit_type("nf4", device="cpu")

@@ -55,8 +55,7 @@ def test_served_adapters_leave_the_base_as_it_was_loaded_first(run_of: RunOf) ->
 
 @pytest.mark.extra
 def test_a_rank_that_is_killed_during_its_share_leaves_the_version_absent(tmp_path: Path) -> None:
-    done = finished(SCRIPT, tmp_path, "kills")
-    assert done.returncode != 0
+    assert finished(SCRIPT, tmp_path, "kills").returncode != 0
     versions = [path.name for path in (tmp_path / "weights").glob("version-*")]
     assert all(is_whole(tmp_path / "weights" / name) for name in versions)
     assert "version-00000002" not in versions

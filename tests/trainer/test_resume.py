@@ -382,8 +382,7 @@ def test_a_failed_run_can_continue_with_the_same_trainer(tmp_path: Path) -> None
 
 def test_no_checkpoint_holds_a_secret_of_the_settings() -> None:
     settings = {"model": {"api_key": "s3cret", "group_size": 4}, "trainer": {"engine": {"token": "s3cret"}}}
-    found = settings_of(SimpleNamespace(settings=settings), [])
-    assert found == {"model.group_size": 4}
+    assert settings_of(SimpleNamespace(settings=settings), []) == {"model.group_size": 4}
 
 
 @pytest.mark.parametrize("when", ["before it", "in it", "after it"])

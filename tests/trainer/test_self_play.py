@@ -23,7 +23,6 @@ class Watched(SelfPlay):
         self.played: list[tuple[int, dict[str, torch.Tensor]]] = []
 
     def on_rollout_end(self, trainer: Any, module: Any, groups: Any) -> None:
-        assert self._engine is not None
         self.played.append((self._engine.weight_version, self._engine.read_weights()))
 
 

@@ -375,8 +375,7 @@ def servers(tmp_path):
 
 def test_servers_are_verified_by_digests_and_by_the_probe(tmp_path, servers):
     engine = SGLangEngine(urls=[server.url for server in servers])
-    trainer = fit(tmp_path, engine, lr=1e-5, group_size=32)
-    metrics = trainer.callback_metrics
+    metrics = fit(tmp_path, engine, lr=1e-5, group_size=32).callback_metrics
     assert float(metrics["sync/verified_fraction"]) == 1.0
     assert float(metrics["sync/probe_abs_dlogp_nats"]) < 1e-5
     assert float(metrics["sync/mismatch_present_abs_dlogp_nats"]) < 1e-5

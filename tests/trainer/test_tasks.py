@@ -14,16 +14,7 @@ from several_run import ROUNDS, Contest, Sourced, sources, tasks_result
 from tiny_run import POLICY, are_equal, train, weights
 
 import lightrl
-from lightrl import (
-    DynamicSampling,
-    LocalEngine,
-    Prompt,
-    PromptDataModule,
-    RLCallback,
-    SFTDataModule,
-    StalenessControl,
-    Trajectory,
-)
+from lightrl import DynamicSampling, LocalEngine, Prompt, PromptDataModule, SFTDataModule, StalenessControl, Trajectory
 from lightrl.data import DataSource
 from lightrl.data.tasks import Task
 from lightrl.rewards import RewardPart
@@ -37,7 +28,7 @@ def won(trajectory: Trajectory) -> float:
     return trajectory.metrics["reward_left"]
 
 
-class Seen(RLCallback):
+class Seen(lightrl.RLCallback):
     """The groups of each iteration, and what was logged of them."""
 
     def __init__(self) -> None:
@@ -68,8 +59,7 @@ def fit(folder: Path, resume: Path | None = None, *, max_staleness: int = 0, **f
 def test_each_source_runs_its_own_task(tmp_path: Path) -> None:
     _, seen, trainer = fit(tmp_path, limit_val_batches=1.0, check_val_every_n_epoch=None, val_check_interval=3)
     groups = [group for iteration in seen.groups for group in iteration]
-    turns = Counter(group.prompt.source for group in groups)
-    assert turns == {"short": 6, "turns": 6, None: 6}
+    assert Counter(group.prompt.source for group in groups) == {"short": 6, "turns": 6, None: 6}
     for group in groups:
         items, source = group.trajectories, group.prompt.source
         assert len(items) == {"short": 2, "turns": 3, None: 4}[source]

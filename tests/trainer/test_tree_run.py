@@ -55,7 +55,6 @@ class WaitForGroups(Callback):
 
 def rows_of(experience: lightrl.Experience) -> list[tuple[list[int], list[int], list[bool]]]:
     """Tokens, gaps and loss mask of each trajectory."""
-    assert experience.gaps is not None
     rows = zip(experience.token_ids, experience.gaps, experience.loss_mask, experience.lengths, strict=True)
     return [(ids[:n].tolist(), gaps[:n].tolist(), mask[:n].tolist()) for ids, gaps, mask, n in rows]
 

@@ -156,8 +156,7 @@ def test_a_rank_writes_its_share_in_block_fp8(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in dequantized(bucket.tensors).items())
     own = folder.form.quantized(Bucket({"b.q_proj.weight": tensors["a.q_proj.weight"]}))
     versions = WeightFolder(tmp_path, model_of().config, form=folder.form)
-    place = versions.write([replace(own, is_last=True, files=(file,))], 3)
-    whole = tensors_in(place)
+    whole = tensors_in(versions.write([replace(own, is_last=True, files=(file,))], 3))
     assert whole.keys() == {*written, "b.q_proj.weight", f"b.q_proj.weight{SCALE}"}
     for letter in "ab":  # each is quantized once
         pair = whole[f"{letter}.q_proj.weight"], whole[f"{letter}.q_proj.weight{SCALE}"]

@@ -170,8 +170,7 @@ def test_the_next_process_removes_what_a_killed_one_left(folder, left):
         (folder.root / "version-00000009").mkdir()
     else:
         os.truncate(next(folder.path.glob("*.safetensors")), 9)
-    taken = DeltaFolder(folder.root)
-    assert taken.version == NOTHING
+    assert DeltaFolder(folder.root).version == NOTHING
     assert list(folder.root.iterdir()) == []
 
 

@@ -101,8 +101,7 @@ def test_each_rank_of_a_gemma3_server_has_the_whole_embedding_without_padding():
 
 
 def test_layouts_that_cannot_be_computed_are_named():
-    gpt2 = tiny_model("gpt2").config
-    assert "'gpt2'" in str(unknown_layout(gpt2, ServerLayout()))
+    assert "'gpt2'" in str(unknown_layout(tiny_model("gpt2").config, ServerLayout()))
     odd = model_of(num_key_value_heads=1).config
     assert "2 CPU ranks" in str(unknown_layout(odd, ServerLayout(num_ranks=2)))
     assert unknown_layout(odd, ServerLayout(num_ranks=2, is_cpu=False)) is None

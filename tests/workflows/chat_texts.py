@@ -1,7 +1,5 @@
 """A tokenizer of characters with chat markers, chat templates, and conversations played on an engine."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

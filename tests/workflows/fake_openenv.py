@@ -1,7 +1,5 @@
 """A server in a thread that answers as openenv 0.10 did when it was recorded, and others that do not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -11,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import WSMsgType, web
+from aiohttp.test_utils import TestServer
 
 # As recorded from openenv 0.10.0, without what no client reads.
 REFUSED = {
@@ -114,11 +113,9 @@ def openenv(session: type[Any] | None) -> Iterator[str]:
     """The address of a server with such sessions; of one that knows no route at all if None."""
 
     async def schema(request: web.Request) -> web.Response:
-        assert session is not None
         return web.json_response({"action": {"properties": {field: {} for field in session.fields}}})
 
     async def connect(request: web.Request) -> web.WebSocketResponse:
-        assert session is not None
         one, socket = session(), web.WebSocketResponse()
         await socket.prepare(request)
         async for message in socket:
@@ -131,20 +128,14 @@ def openenv(session: type[Any] | None) -> Iterator[str]:
     app = web.Application()
     if session is not None:
         app.add_routes([web.get("/schema", schema), web.get("/ws", connect)])
-    loop, runner = asyncio.new_event_loop(), web.AppRunner(app, shutdown_timeout=0.1)
+    loop, server = asyncio.new_event_loop(), TestServer(app)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-
-    async def start() -> str:
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        return site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
-
     try:
-        yield f"http://127.0.0.1:{asyncio.run_coroutine_threadsafe(start(), loop).result()}"
+        asyncio.run_coroutine_threadsafe(server.start_server(shutdown_timeout=0.1), loop).result()
+        yield f"http://127.0.0.1:{server.port}"
     finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

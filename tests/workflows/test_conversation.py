@@ -1,7 +1,5 @@
 """TurnRenderer and Conversation: which chat templates keep history, and what a prompt opens of the policy's turn."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Images in results of tools: image parts of the tool's turn, whose features engine and trainer see alike."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence
@@ -130,8 +128,7 @@ def test_the_engines_logprobs_are_the_trainers_after_an_image_in_a_result(trajec
 def test_the_gradient_does_not_depend_on_how_rows_share_a_prompt(trajectories):
     def gradient(form: str) -> dict[str, torch.Tensor]:
         model = image_spec().load_model()
-        parallel = SingleModel(model, LogprobSettings(), form=form)
-        parallel.forward_backward(
+        SingleModel(model, LogprobSettings(), form=form).forward_backward(
             [experience_of(trajectories)],
             lambda part, out: (out.logprobs.sum(1) * part.rewards).sum(),
             torch.Tensor.backward,

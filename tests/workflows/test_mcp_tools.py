@@ -1,7 +1,5 @@
 """MCPServer: the package's client with a program that answers recorded messages, and with the package's server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -121,8 +121,7 @@ class ClosesBadly(Debate):
 
 
 def test_a_failing_close_keeps_the_episode(caplog: pytest.LogCaptureFixture) -> None:
-    trajectory = played(workflow(*STEPS, kind=ClosesBadly), writes(A, B, C))
-    assert trajectory.metrics["turns"] == 3
+    assert played(workflow(*STEPS, kind=ClosesBadly), writes(A, B, C)).metrics["turns"] == 3
     assert "Closing the environment for prompt" in caplog.text
 
 

@@ -1,7 +1,5 @@
 """MultiTurn: what the policy wrote stays as it was drawn; rewards, limits, failing environments, many at once."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re
@@ -370,8 +368,7 @@ class Failing(Environment):
 def test_an_environment_that_fails_drops_its_trajectory_only(make: Make, hangs: bool, says: str):
     flow = MultiTurn(chat_tokenizer(), lambda: Failing(hangs), step_timeout_s=2)
     controller = make(flow, started(FakeEngine(script=repeats_the_question)))
-    groups = controller.take(0)
-    assert [group.id for group in groups] == [0, 2]
+    assert [group.id for group in controller.take(0)] == [0, 2]
     (drop,) = controller.drain_drops()
     assert (drop.reason, drop.prompt_id) == ("rollout", "p1")
     assert re.search(says, drop.message)
@@ -508,6 +505,5 @@ def test_a_close_that_fails_is_a_warning_and_the_trajectory_stays(caplog: pytest
         def close(self) -> None:
             raise OSError("still busy")
 
-    trajectory = played(MultiTurn(chat_tokenizer(), lambda: Stuck(DONE)), writes([END]))
-    assert trajectory.turns
+    assert played(MultiTurn(chat_tokenizer(), lambda: Stuck(DONE)), writes([END])).turns
     assert "Stuck.close raised OSError: still busy" in caplog.text

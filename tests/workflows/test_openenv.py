@@ -1,7 +1,5 @@
 """OpenEnv and OpenEnvTools: against recorded messages always, against openenv 0.10 itself where it is built."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import os

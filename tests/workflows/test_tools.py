@@ -1,7 +1,5 @@
 """Tools: how they are described, called and answered; the calculator's bounds."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

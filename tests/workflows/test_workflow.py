@@ -1,7 +1,5 @@
 """SingleTurn, and what check_trajectory refuses."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

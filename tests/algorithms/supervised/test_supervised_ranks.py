@@ -107,8 +107,6 @@ def test_a_share_of_pairs_keeps_the_two_of_a_pair_together() -> None:
     token_ids = torch.arange(6)[:, None].expand(6, 4)
     batch = PairBatch(token_ids, torch.arange(4) < lengths[:, None], lengths)
     first, second = (batch.share(rank, 2) for rank in range(2))
-    assert first is not None
-    assert second is not None
     assert (first.token_ids[:, 0].tolist(), first.token_ids.shape[1]) == ([0, 1, 4, 5], 3)
     assert (second.token_ids[:, 0].tolist(), second.lengths.tolist()) == ([2, 3], [4, 4])
     assert batch.share(3, 4) is None

@@ -1,7 +1,5 @@
 """Scripted policies, and how to play one agent with the openai client: what tests of agents share."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -85,11 +83,16 @@ def play(
     return asyncio.run(workflow_of(agent, **settings).run(prompt, generate_with(engine, sampling)))
 
 
-def with_client(talk: Callable[[AsyncOpenAI], Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+def trained(trajectory: Trajectory) -> list[int]:
+    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+    return [token for token, is_trained in pairs if is_trained]
+
+
+def with_client(talk: Callable[..., Coroutine[Any, Any, Any]], make: Callable[..., Any] = client_of) -> Any:
     """An agent that only needs its client."""
 
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> Any:
-        async with client_of(base_url, api_key) as client:
+        async with make(base_url, api_key) as client:
             return await talk(client)
 
     return agent

@@ -1,7 +1,5 @@
 """Claude Code and Codex as scripts/agents installs them, and the small task that they do in a folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -14,8 +12,6 @@ def script(name: str) -> Any:
     """A module of scripts/agents."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

@@ -1,7 +1,5 @@
 """Programs as agents: what they find, what they leave, and that nothing is left running."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -123,15 +121,13 @@ def test_settings_name_where_a_program_finds_its_task_and_the_policy(
 
 
 def test_a_workflow_worker_makes_the_folders_where_the_process_that_computes_rewards_keeps_them() -> None:
-    sent = pickle.loads(pickle.dumps(workflow_of("ask('a')")))
-    trajectory = play(sent)
+    trajectory = play(pickle.loads(pickle.dumps(workflow_of("ask('a')"))))
     assert Path(str(trajectory.workspace)).parents[1] == Path(root_of(os.getpid()))
 
 
 def test_a_program_sees_no_variable_of_the_run_and_has_its_own_home() -> None:
     program = "ask('a'); print(*sorted(os.environ)); print(os.environ['HOME'] == os.getcwd()[:-4] + 'home')"
-    trajectory = play(workflow_of(program))
-    names, *rest = trajectory.agent_output.splitlines()
+    names, *rest = play(workflow_of(program)).agent_output.splitlines()
     assert set(names.split()) - {"LC_CTYPE", "LANG"} == {
         *("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
         *("HOME", "TMPDIR", "PATH", "NO_PROXY", "USER", "LOGNAME"),
@@ -233,13 +229,6 @@ if os.fork() == 0:
     play(workflow_of(program))
     assert not running("97532")
     assert not running("97536")
-
-
-@pytest.mark.extra
-def test_a_program_that_forks_without_end_is_stopped() -> None:
-    program = "import time\nfor _ in range(1100):\n    if os.fork() == 0:\n        time.sleep(97533)\ntime.sleep(97533)"
-    with pytest.raises(RolloutError, match=r"(was stopped by its processes limit|exited: 1\..*BlockingIOError)"):
-        play(workflow_of(program))
 
 
 def running(mark: str) -> list[psutil.Process]:
@@ -540,8 +529,6 @@ def test_where_namespaces_are_refused_landlock_leaves_the_endpoints_port_alone(t
         line = json.dumps(request).encode() + b"\n"
         guard = subprocess.Popen([*GUARD_COMMAND, ""], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
-            assert guard.stdin is not None
-            assert guard.stdout is not None
             guard.stdin.write(line)
             guard.stdin.flush()
             reply = json.loads(guard.stdout.readline())

@@ -1,7 +1,5 @@
 """The agent on the page docs/train-an-agent.md runs as it stands there."""
 
-from __future__ import annotations
-
 import gc
 import re
 import warnings

@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """Ordinary commands give an agent what they give outside: the same output, the same errors, the same exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -152,8 +150,6 @@ def run_inside(
         request["layers"] = layers or request["layers"]
         guard = [*become, PYTHON, *GUARD_COMMAND[1:], "lightrl-sandbox-"]
         with subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
-            assert running.stdin is not None
-            assert running.stdout is not None
             running.stdin.write(json.dumps(request) + "\n")
             running.stdin.flush()  # open until the reply, as the guard ends with it
             reply: dict[str, Any] = json.loads(running.stdout.readline())

@@ -1,8 +1,7 @@
 """Three protocols in front of one session: tools and thinking of each, streams, and what each of them refuses."""
 
-from __future__ import annotations
-
 import asyncio
+import functools
 import json
 from typing import Any
 
@@ -41,12 +40,7 @@ RESPONSES_TOOL: Any = {"type": "function", "name": "add", "description": "Adds."
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 
-def with_anthropic(talk: Any) -> Any:
-    async def agent(prompt: Prompt, base_url: str, api_key: str) -> Any:
-        async with anthropic_client_of(base_url, api_key) as client:
-            return await talk(client)
-
-    return agent
+with_anthropic = functools.partial(with_client, make=anthropic_client_of)
 
 
 def messages(client: anthropic.AsyncAnthropic, sent: list[Any], **settings: Any) -> Any:
@@ -99,14 +93,9 @@ def test_thinking_comes_apart_from_the_text_and_goes_back_in_each_protocol() -> 
             back = [{"role": "assistant", "content": [block.to_dict() for block in omitted.content]}, user("z")]
             await messages(other, [user("another"), *back])
 
-    shown: list[str] = []
-
-    def script(prompt: list[int], *_: Any) -> list[int]:
-        shown.append(decode(prompt))
-        return [*encode("<think>Hm.</think>one"), END]
-
-    play(agent, started(FakeEngine(script=script)), template=REASONING)
-    assert shown[-1].count("[Hm.]one") == 1
+    engine = scripted(*["<think>Hm.</think>one"] * 6)
+    play(agent, engine, template=REASONING)
+    assert decode(engine.requests[-1].token_ids).count("[Hm.]one") == 1
 
 
 @pytest.mark.parametrize(
@@ -127,14 +116,9 @@ def test_thinking_goes_back_under_any_name_that_clients_use(thinking: dict[str, 
     async def talk(client: AsyncOpenAI) -> None:
         await ask(client, [user("hi"), {"role": "assistant", "content": "one", **thinking}, user("more")])
 
-    shown: list[str] = []
-
-    def script(prompt: list[int], *_: Any) -> list[int]:
-        shown.append(decode(prompt))
-        return [*encode("two"), END]
-
-    play(with_client(talk), started(FakeEngine(script=script)), template=REASONING)
-    assert "[Hm.]one" in shown[-1]
+    engine = scripted("two")
+    play(with_client(talk), engine, template=REASONING)
+    assert "[Hm.]one" in decode(engine.requests[-1].token_ids)
 
 
 REASONING = (
@@ -213,8 +197,7 @@ def test_a_custom_tool_and_one_of_a_namespace_come_back_as_codex_expects_them() 
         items += [second.to_dict(), {"type": "function_call_output", "call_id": second.call_id, "output": "3"}]
         assert (await responses(client, items, tools=tools)).output_text == "Done."
 
-    trajectory = play(with_client(talk), scripted(patch, add, "Done."), max_tokens=2000)
-    assert len(trajectory.turns) == 3
+    assert len(play(with_client(talk), scripted(patch, add, "Done."), max_tokens=2000).turns) == 3
 
 
 def test_a_deferred_tool_is_shown_where_a_result_refers_to_it() -> None:
@@ -324,8 +307,7 @@ def test_a_stream_that_waits_shows_life(monkeypatch: pytest.MonkeyPatch) -> None
                 async with http.post(f"{base_url}/{path}", json={**body, "stream": True}) as response:
                     texts[path] = await response.text()
         async with client_of(base_url, api_key) as client:
-            stream = await responses(client, "hi", stream=True)
-            kinds = [event.type async for event in stream]
+            kinds = [event.type async for event in await responses(client, "hi", stream=True)]
             assert kinds[-1] == "response.completed"
 
     texts: dict[str, str] = {}

@@ -1,7 +1,5 @@
 """What agents ask for beyond messages: stop texts, constraints, choices, references, images, other models, limits."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -29,12 +27,14 @@ from agent_cases import (
     generate_with,
     play,
     scripted,
+    trained,
     user,
     with_client,
     workflow_of,
     written,
 )
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from chat_texts import CONFIG, END, LETTERS, WRITES_IMAGES, letters, started
 from images_cases import BLUE, HALF, IMAGE_TOKEN, RED, TOKENS_EACH, image_reader, image_spec, with_images
 from moe_cases import engine_of
@@ -77,11 +77,6 @@ def says(*ids: Sequence[int]) -> FakeEngine:
     return started(FakeEngine(script=lambda prompt, sampling, sample: list(next(sampled))))
 
 
-def trained(trajectory: Trajectory) -> list[int]:
-    pairs = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    return [token for token, is_trained in pairs if is_trained]
-
-
 # ---- stop texts
 
 
@@ -95,7 +90,6 @@ def test_the_tokens_up_to_the_one_that_completes_a_stop_text_train_and_later_one
             async with client_of(base_url, api_key) as client:
                 answer = await client.chat.completions.create(model="policy", messages=[user("hi")], stop=["no", "xa"])
                 assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("on", "stop")
-                assert answer.usage is not None
                 assert answer.usage.completion_tokens == 4
                 await ask(client, [user("hi"), answer.choices[0].message, user("more")])
             return
@@ -353,7 +347,6 @@ def test_the_choices_of_a_request_are_siblings_of_which_each_can_be_continued(is
         else:
             answer = await client.chat.completions.create(model="policy", messages=sent, n=2)
             texts = [choice.message.content or "" for choice in answer.choices]
-            assert answer.usage is not None
             assert answer.usage.completion_tokens == 8
             reward = {answer.id: 0.25, f"{answer.id}/1": 0.5}
         assert sorted(texts) == ["one", "two"]
@@ -486,8 +479,7 @@ def test_the_policy_reads_an_agents_images_and_the_trainer_reads_the_same(agent:
     image = [IMAGE_TOKEN] * TOKENS_EACH
     assert trajectory.token_ids[: first.start] == [4, 5, *image, 13]  # 1 2, the image, =
     assert trajectory.token_ids[second.start - TOKENS_EACH - 1 : second.start] == [*image, 13]
-    shown = [*trajectory.prompt.images, *trajectory.images]
-    table = image_reader().read(shown).pixel_values
+    table = image_reader().read([*trajectory.prompt.images, *trajectory.images]).pixel_values
     assert torch.equal(table, image_reader().read([RED, BLUE]).pixel_values)
     experience = with_images(Experience.from_trajectories([trajectory]), [trajectory], image_reader())
     (outputs,) = SingleModel(model, LogprobSettings()).forward([experience])
@@ -528,21 +520,6 @@ def test_files_and_images_that_the_policy_cannot_read_are_refused_and_the_agent_
 # ---- other models and addresses
 
 
-async def played_beside(upstream: web.Application, agent: Any, models: dict[str, Any]) -> Trajectory:
-    runner = web.AppRunner(upstream)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        models = {
-            name: replace(model, url=url) if isinstance(model, FrozenModel) else model for name, model in models.items()
-        }
-        return await workflow_of(agent, models=models).run(PROMPT, generate_with(scripted("one")))
-    finally:
-        await runner.cleanup()
-
-
 def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret of the judge")
     seen: list[tuple[str | None, Any]] = []
@@ -579,10 +556,14 @@ def test_a_frozen_model_answers_beside_the_policy_and_leaves_no_token(monkeypatc
                 await client.with_options(api_key="wrong").chat.completions.create(**settings)
             return 0.9
 
-    upstream = web.Application()
-    upstream.router.add_post("/v1/chat/completions", answer)
-    models = {"judge": FrozenModel("http://later", model="big", api_key_variable="JUDGE_KEY")}
-    trajectory = asyncio.run(played_beside(upstream, agent, models))
+    async def scenario() -> Trajectory:
+        upstream = web.Application()
+        upstream.router.add_post("/v1/chat/completions", answer)
+        async with TestServer(upstream) as server:
+            judge = FrozenModel(str(server.make_url("/v1")), model="big", api_key_variable="JUDGE_KEY")
+            return await workflow_of(agent, models={"judge": judge}).run(PROMPT, generate_with(scripted("one")))
+
+    trajectory = asyncio.run(scenario())
     assert seen == [("Bearer secret of the judge", "big")] * 3
     assert written(trajectory) == ["one<|im_end|>"]
 
@@ -672,17 +653,12 @@ def test_an_untrained_turn_of_a_trained_conversation_is_read_and_does_not_train(
     hides = ChatExchange({"messages": [user("hi")], "tools": [TOOL], "tool_choice": "none"}, RequestRules(), {}).request
     assert hides.tools == []
     assert not RequestPattern(tools="^$").matches(hides)
+
+    async def ask_other(client: AsyncOpenAI) -> None:
+        await client.chat.completions.create(model="other", messages=[user("hi")])
+
     with pytest.raises(RolloutError, match="without an answer from the policy to train on"):
-        play(
-            with_client(lambda client: _ask_other(client)),
-            scripted("one"),
-            models={"other": "policy"},
-            untrained=untrained,
-        )
-
-
-async def _ask_other(client: AsyncOpenAI) -> None:
-    await client.chat.completions.create(model="other", messages=[user("hi")])
+        play(with_client(ask_other), scripted("one"), models={"other": "policy"}, untrained=untrained)
 
 
 def test_rewards_of_answers_are_placed_on_their_last_tokens_in_each_protocol() -> None:

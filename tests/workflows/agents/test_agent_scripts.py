@@ -1,7 +1,5 @@
 """scripts/agents: what counts as installed, and what a record of requests leaves out."""
 
-from __future__ import annotations
-
 import os
 import select
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What becomes of an agent's requests: exact tokens over turns, branches, tools, limits; with the openai client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -23,6 +21,7 @@ from agent_cases import (
     generate_with,
     play,
     scripted,
+    trained,
     user,
     with_client,
     workflow_of,
@@ -69,10 +68,7 @@ def test_a_conversation_of_two_requests_is_one_trajectory_of_two_turns() -> None
     text = opening("hi") + "one<|im_end|>\n" + opening("more") + "two<|im_end|>"
     assert decode(trajectory.token_ids) == text
     assert written(trajectory) == ["one<|im_end|>", "two<|im_end|>"]
-    trained = [
-        token for token, is_trained in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if is_trained
-    ]
-    assert decode(trained) == "one<|im_end|>two<|im_end|>"
+    assert decode(trained(trajectory)) == "one<|im_end|>two<|im_end|>"
     assert trajectory.rewards == [0.0] * (len(trajectory.token_ids) - 1) + [0.5]
     assert trajectory.metrics == {"turns": 2.0, "rows": 1.0}
     assert (trajectory.completion, trajectory.finish_reason, trajectory.is_truncated) == ("two", "stop", False)
@@ -221,8 +217,7 @@ def test_rewritten_history_begins_a_row_and_all_rows_are_trained() -> None:
         opening("hi") + "another<|im_end|>\n" + opening("more") + turns[2],
     ]
     assert decode(trajectory.token_ids).count(opening("hi")) == 1
-    trained = zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-    assert decode([id_ for id_, trains in trained if trains]) == "".join(turns)
+    assert decode(trained(trajectory)) == "".join(turns)
     assert trajectory.rewards == [0.0] * (len(trajectory.token_ids) - 1) + [0.5]
     assert (trajectory.completion, trajectory.completion_ids) == ("third", [*encode("third"), END])
     assert check_trajectory(trajectory, workflow_of(talk), trajectory.prompt) is trajectory

@@ -1,7 +1,5 @@
 """Which library parses a completion, and that thinking, text, calls and errors come out the same from all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,8 +77,7 @@ def test_thinking_that_the_prompt_opens_is_thinking_for_the_response_template() 
     ],
 )
 def test_what_the_response_template_cannot_read_is_a_call_with_an_error(call: str, says: str) -> None:
-    parsed = parse(f"<tool_call>{call}</tool_call><|im_end|>", HERMES)
-    (called,) = parsed.calls
+    (called,) = parse(f"<tool_call>{call}</tool_call><|im_end|>", HERMES).calls
     assert says in (called.error or "")
 
 

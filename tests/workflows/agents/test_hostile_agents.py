@@ -1,7 +1,5 @@
 """Hostile programs as agents: what readable, /tmp, the named user, the proxy and secrets open, and nothing more."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

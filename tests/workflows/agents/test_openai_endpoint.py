@@ -1,7 +1,5 @@
 """The endpoint's door: keys, sessions, what is refused or ignored, streams, and that nothing of it is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -16,19 +14,7 @@ import aiohttp
 import openai
 import psutil
 import pytest
-from agent_cases import (
-    PROMPT,
-    SAMPLING,
-    TOKENIZER,
-    ask,
-    client_of,
-    generate_with,
-    play,
-    scripted,
-    user,
-    with_client,
-    workflow_of,
-)
+from agent_cases import PROMPT, SAMPLING, ask, client_of, generate_with, play, scripted, user, with_client, workflow_of
 from chat_texts import started
 from openai import AsyncOpenAI, DefaultHttpxClient, OpenAI
 from waits import until
@@ -40,7 +26,7 @@ from lightrl.rewards import RewardHook
 from lightrl.rollout import RolloutSettings
 from lightrl.rollout.controller import RolloutController
 from lightrl.trajectory import Prompt
-from lightrl.workflows.agent_workflow import AgentWorkflow, FrozenModel, RequestPattern
+from lightrl.workflows.agent_workflow import FrozenModel, RequestPattern
 
 say_hi = with_client(lambda client: ask(client, [user("hi")]))
 
@@ -157,8 +143,7 @@ def test_an_ended_session_and_an_unknown_route_are_not_found_and_an_unknown_sess
         seen.append((base_url, api_key))
 
     async def scenario() -> None:
-        workflow = workflow_of(talk)
-        await workflow.run(PROMPT, generate_with(scripted("one")))
+        await workflow_of(talk).run(PROMPT, generate_with(scripted("one")))
         ((base_url, api_key),) = seen
         async with client_of(base_url, api_key) as client:
             with pytest.raises(openai.NotFoundError, match="no such session"):
@@ -185,8 +170,7 @@ def test_what_cannot_be_served_is_refused_before_the_policy_is_asked() -> None:
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"null"], ids=["cut", "a list", "no text", "null"])
 def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     async def agent(prompt: Prompt, base_url: str, api_key: str) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as http:
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as http:
             async with http.post(f"{base_url}/chat/completions", data=body) as response:
                 assert response.status == 400
                 assert "must be a JSON object" in (await response.json())["error"]["message"]
@@ -399,7 +383,7 @@ def test_closing_the_endpoint_closes_its_port_and_it_opens_again_for_the_next_tr
 )
 def test_settings_that_cannot_work_are_refused_at_once(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AgentWorkflow(TOKENIZER, **{"agent": raises, **settings})
+        workflow_of(**{"agent": raises, **settings})
     with pytest.raises(ValueError, match="must start with http"):
         FrozenModel("localhost:8000")
     with pytest.raises(ValueError, match="is not a valid regex"):

@@ -1,7 +1,5 @@
 """The policy as an OpenAI URL for evaluation tools, with the openai client, beside transformers' own numbers."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -77,9 +75,6 @@ def test_an_echoed_prompt_has_the_logprobs_of_the_model_and_of_its_likeliest_tok
         sampled = greedy(model, prompt, 1)
         rows = table(model, prompt + sampled)[:-1]
         expected = rows.gather(1, torch.tensor((prompt + sampled)[1:])[:, None])[:, 0].tolist()
-        assert one.logprobs is not None
-        assert one.logprobs.token_logprobs is not None
-        assert one.logprobs.top_logprobs is not None
         assert one.logprobs.token_logprobs[0] is None
         assert one.logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
         best = [max(each.values()) for each in one.logprobs.top_logprobs[1:]]
@@ -89,7 +84,6 @@ def test_an_echoed_prompt_has_the_logprobs_of_the_model_and_of_its_likeliest_tok
         assert is_greedy == (rows.argmax(1) == torch.tensor((prompt + sampled)[1:])).tolist()
     (one,) = text.choices
     assert one.text == PROMPT
-    assert one.logprobs is not None
     assert len(one.logprobs.tokens or []) == len(ids[0])
 
 
@@ -115,7 +109,6 @@ def test_completions_and_chats_continue_as_the_model_and_sample_as_the_request_a
     answered = greedy(model, asked, 6)
     assert chat.choices[0].message.content == TurnRenderer(TOKENIZER).text_of(answered)
     logprobs = chat.choices[0].logprobs
-    assert logprobs is not None
     rows = table(model, asked + answered)[len(asked) - 1 : -1]
     assert [each.logprob for each in logprobs.content or []] == pytest.approx(rows.max(1).values.tolist(), abs=1e-5)
 
@@ -126,7 +119,6 @@ def test_a_stop_text_ends_a_completion_and_its_tokens() -> None:
             0
         ]
     assert (choice.text, choice.finish_reason) == ("one two", "stop")
-    assert choice.logprobs is not None
     assert "".join(choice.logprobs.tokens or []) == "one two\n"
 
 

@@ -1,7 +1,5 @@
 """The real Claude Code and Codex fix a file in a folder, with a scripted policy, and are trained."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -103,8 +101,7 @@ class Folders:
                 if running.returncode is None:
                     os.killpg(running.pid, signal.SIGKILL)
                     await running.wait()
-        said = (folder / "output.txt").read_text()
-        assert "Done." in said
+        assert "Done." in (folder / "output.txt").read_text()
         return float("/ 2" in (work / "half.py").read_text())
 
 

@@ -1,7 +1,5 @@
 """Recorded requests of Claude Code and Codex are answered with event streams that the public clients take as valid."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

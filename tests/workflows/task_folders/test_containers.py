@@ -1,7 +1,5 @@
 """Tasks in containers: by a fake command-line program, and, as an extra, by the real docker and podman."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io
@@ -229,7 +227,6 @@ def test_the_relay_leads_from_a_network_namespace_to_the_endpoint() -> None:
             port = str(server.getsockname()[1])
             command = [*RELAY_COMMAND, str(inside.pid), port]
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as relay:
-                assert relay.stdout is not None
                 assert relay.stdout.readline() == b"ready\n"
                 program = f"import socket; print(socket.create_connection(('127.0.0.1', {port})).recv(99))"
                 enter = ["nsenter", "--user", "--net", "--preserve-credentials", "--target", str(inside.pid)]

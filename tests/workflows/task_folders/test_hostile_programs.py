@@ -3,8 +3,6 @@
 A few always run, in the sandbox of this machine; the others, and all in containers, are extras.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """Tasks in this machine's sandbox: what is read, what an agent finds, and that only its work earns a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -70,7 +68,6 @@ def play(
         result = asyncio.run(command.run(prompt, URL, ""))
     except AgentFailed as error:
         result = error.result
-    assert result.workspace is not None
     try:
         return asyncio.run(verifier.reward(prompt, result.workspace)), result.output
     finally:
