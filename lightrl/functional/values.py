@@ -56,10 +56,8 @@ def gae(
     earned, states = (zeros.masked_scatter(is_step, full[loss_mask]) for full in (rewards, values))
     states = torch.nn.functional.pad(states, (0, 1)).scatter(1, counts[:, None], end[:, None])
     sums = torch.where(is_step, earned + gamma * states[:, 1:] - states[:, :-1], 0.0)
-    num = 1  # sums[:, t] adds up the discounted deltas of `num` steps from t
-    while num < sums.shape[1]:
+    for num in (1 << bit for bit in range((sums.shape[1] - 1).bit_length())):  # doubles the summed deltas
         sums[:, :-num] += (gamma * lam) ** num * sums[:, num:]
-        num *= 2
     advantages = torch.zeros_like(values).masked_scatter(loss_mask, sums[is_step])
     return advantages, torch.where(loss_mask, advantages + values, 0.0)
 
@@ -227,5 +225,4 @@ class ValueNormalizer:
 def _distance_loss(distance: Tensor, huber_delta: float | None) -> Tensor:
     if huber_delta is None:
         return distance.square() / 2
-    size = distance.abs()
-    return torch.where(size <= huber_delta, distance.square() / 2, huber_delta * (size - huber_delta / 2))
+    return torch.nn.functional.huber_loss(distance, torch.zeros_like(distance), reduction="none", delta=huber_delta)

@@ -45,7 +45,6 @@ MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated, since 
 _KEYS_OF_A_TOKEN = 768
 _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much time and memory as one more token
 
-
 Integers = NDArray[np.int64]
 
 
