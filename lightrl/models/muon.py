@@ -107,7 +107,7 @@ def _empty_group() -> dict[str, Any]:
     return {"params": [], "is_muon": False}
 
 
-def hidden_matrices(module: torch.nn.Module) -> set[Tensor]:
+def hidden_matrices(module: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Returns the matrices that Muon updates: those outside embeddings, output heads and value heads."""
     found: set[Tensor] = set()
     child: Any
