@@ -117,11 +117,10 @@ class ExpertBalance(RLCallback):
                 _ACCUMULATES: trainer.accumulate_grad_batches > 1 and self._coef,
             }
         )
-        if isinstance(module, RLModule):
-            if trainer.engine is not None and not trainer.engine.records_columns:
-                raise ValueError(_NO_ROUTES)
-            self._layout = RouteLayout.of(role.spec.load_config())
-            _refuse({f"{config.model_type}, whose blocks have no experts or not equally many": self._layout is None})
+        if isinstance(module, RLModule) and trainer.engine is not None and not trainer.engine.records_columns:
+            raise ValueError(_NO_ROUTES)
+        self._layout = RouteLayout.of(role.spec.load_config())
+        _refuse({f"{config.model_type}, whose blocks have no experts or not equally many": self._layout is None})
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         model = pl_module.policy

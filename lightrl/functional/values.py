@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_positive, check_same_shape
 from lightrl.functional.advantages import moments
-from lightrl.functional.reduction import Total, neutralize, of_one_rank
+from lightrl.functional.reduction import Total, of_one_rank
 
 ValueNormalization = Literal["exponential", "running"]
 
@@ -47,17 +47,18 @@ def gae(
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
     check_bounds(0, 1, gamma=gamma, lam=lam)
-    rewards, values = neutralize(loss_mask, rewards.detach(), values.detach())
-    advantages = torch.zeros_like(values)
-    advantage = torch.zeros_like(values[:, 0])
-    value = advantage if bootstrap is None else bootstrap.to(values.dtype)
-    check_same_shape(**{"bootstrap": value, "values[:, 0]": advantage})
-    for t in range(values.shape[1] - 1, -1, -1):
-        is_step = loss_mask[:, t]
-        new_advantage = rewards[:, t] + gamma * value - values[:, t] + gamma * lam * advantage
-        advantages[:, t] = torch.where(is_step, new_advantage, 0.0)
-        advantage = torch.where(is_step, new_advantage, advantage)
-        value = torch.where(is_step, values[:, t], value)
+    rewards, values = rewards.detach().to(values.dtype), values.detach()
+    end = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
+    check_same_shape(**{"bootstrap": end, "values[:, 0]": values[:, 0]})
+    counts = loss_mask.sum(1)
+    is_step = torch.arange(max(counts.tolist(), default=0), device=values.device) < counts[:, None]  # steps come first
+    zeros = values.new_zeros(is_step.shape)
+    earned, states = (zeros.masked_scatter(is_step, full[loss_mask]) for full in (rewards, values))
+    states = torch.nn.functional.pad(states, (0, 1)).scatter(1, counts[:, None], end[:, None])
+    sums = torch.where(is_step, earned + gamma * states[:, 1:] - states[:, :-1], 0.0)
+    for num in (1 << bit for bit in range((sums.shape[1] - 1).bit_length())):  # doubles the summed deltas
+        sums[:, :-num] += (gamma * lam) ** num * sums[:, num:]
+    advantages = torch.zeros_like(values).masked_scatter(loss_mask, sums[is_step])
     return advantages, torch.where(loss_mask, advantages + values, 0.0)
 
 
@@ -224,5 +225,4 @@ class ValueNormalizer:
 def _distance_loss(distance: Tensor, huber_delta: float | None) -> Tensor:
     if huber_delta is None:
         return distance.square() / 2
-    size = distance.abs()
-    return torch.where(size <= huber_delta, distance.square() / 2, huber_delta * (size - huber_delta / 2))
+    return torch.nn.functional.huber_loss(distance, torch.zeros_like(distance), reduction="none", delta=huber_delta)

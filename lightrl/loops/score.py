@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightrl.checks.entry_points import entry_point
+from lightrl.checks.printable import count_text
 from lightrl.columns import AGENTS
 from lightrl.dataflow import (
     ADVANTAGES,
@@ -120,7 +121,6 @@ def score(
         outputs = compute(call, prompts.read(current), []) if prompts.rows else {}
         return {**prompts.completed(outputs, current, call.outputs, call.topk)}
 
-    @torch.no_grad()
     def compute(call: ModelCall, current: ShardedExperience, asked: Sequence[Trajectory]) -> _Outputs:
         if call.name == ADVANTAGES:
             return _advantages(module, current)
@@ -158,11 +158,8 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
     """
     role, key = call.role or "policy", call.outputs[0]
     scores_ends = key != "values" and module.models()[role].spec.head == "scalar"
-    needs_end = None
-    if scores_ends:
-        needs_end = torch.ones_like(experience.is_truncated)
-    elif "bootstrap_values" in call.outputs:
-        needs_end = experience.is_truncated
+    needs_end = experience.is_truncated if "bootstrap_values" in call.outputs else None
+    needs_end = torch.ones_like(experience.is_truncated) if scores_ends else needs_end
     # `is_sampler` is False for the base model, because it did not sample the tokens.
     lengths, read = experience.lengths, experience.rollout_part(needs_end, is_sampler=not call.base_only)
     max_tokens = call.microbatch_tokens or module.microbatch_tokens
@@ -182,14 +179,21 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
                 numbers["teacher_topk_ids"].append(output.teacher_topk_ids.long())
                 numbers["teacher_topk_logprobs"].append(output.teacher_topk.float())
         numbers = {name: [part.cpu() for part in parts] for name, parts in numbers.items()}  # the only wait
+    order = [row for index in rows for row in index]
+
+    def flat(parts: list[Tensor], lengths: Tensor) -> np.ndarray[Any, Any]:
+        sizes = [lengths[index][:, None] for index in rows]
+        pairs = zip(parts, sizes, strict=True)
+        return torch.cat([part[: len(size)][torch.arange(part.shape[1]) < size] for part, size in pairs]).numpy()
+
+    is_read = read.tokens["loss_mask"].flat(order)
+    if numbers[key] and (num := int((~np.isfinite(flat(numbers[key], read.lengths)[is_read])).sum())):
+        name = f"{role} returned NaN or infinity for {count_text(num, 'token')} in {key!r}"
+        raise TrainingError(f"{name}. Check its checkpoint, and its dtype: float16 overflows.")
     result: _Outputs = {}
     for name, parts_of_rows in numbers.items():
         if parts_of_rows and not scores_ends:
-            flat = [
-                part[: len(index)][torch.arange(part.shape[1]) < lengths[index][:, None]]
-                for index, part in zip(rows, parts_of_rows, strict=True)
-            ]
-            result[name] = TokenRows.of_flat(torch.cat(flat).numpy(), lengths, [row for index in rows for row in index])
+            result[name] = TokenRows.of_flat(flat(parts_of_rows, lengths), lengths, order)
     if needs_end is not None:
         at_end = torch.zeros(len(lengths), dtype=torch.float32)
         for index, part in zip(rows, numbers[key], strict=True):
@@ -214,13 +218,10 @@ def _advantages(module: RLModule, experience: ShardedExperience) -> _Outputs:
 
 
 def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs:
-    """Adds the reward model's scores to the rewards; raises an error if all are 0 (an untrained head) or one is NaN."""
+    """Adds the reward model's scores to the rewards; raises an error if all are 0, as from an untrained head."""
     scores = experience["reward_model_scores"]
     if not scores.any():  # cannot be detected earlier, while the model is on the meta device
         raise mark_as_on_all_ranks(untrained_reward_model(module.models()["reward_model"].spec))
-    if rows := (~scores.isfinite()).nonzero()[:, 0].tolist():
-        problem = f"reward_model returned {scores[rows[0]]:g} for row {rows[0]}. Check its dtype: float16 overflows."
-        raise mark_as_on_all_ranks(TrainingError(problem))
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}
     if "token_rewards" in experience.tokens:
@@ -370,9 +371,8 @@ class CallRun:
     def start_ready(self) -> None:
         with self._changed:
             for call in self.calls:
-                if not runs_in_thread(call) or not self.runs_here(call) or call.name in self._started:
-                    continue
-                if self.is_ready(call):
+                is_own = runs_in_thread(call) and self.runs_here(call)
+                if is_own and call.name not in self._started and self.is_ready(call):
                     self._started.add(call.name)
                     self._running[call.name] = call, time.monotonic() + call.timeout_s
                     name, args = f"lightrl-call-{call.name}", (call, self.state)

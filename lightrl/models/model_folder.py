@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import is_disk_full, publish, restore, sync_files, write_problem, write_sums
 from lightrl.concurrency.owner import own_mark, own_prefix, remove_left_behind
 from lightrl.models.conversion import without_bars
@@ -136,6 +137,8 @@ class ModelDescription:
         tuning, config = self._tuning(), self.tuning_config
         if config is not None and not merged and all(tuning.adds(name) for name in tensors):
             tuning.save(tensors, config, folder)
+            if json.loads(self.base or "{}").get("quantization"):
+                (folder / "README.txt").write_text(entry_point("quantization").readme, encoding="utf-8")
         else:
             model = self.build(tensors)
             save_model(model, folder)
@@ -187,17 +190,13 @@ class ModelDescription:
         with tempfile.TemporaryDirectory(prefix=own_prefix("lightrl-model-"), ignore_cleanup_errors=True) as folder:
             (Path(folder) / "config.json").write_text(self.config, encoding="utf-8")
             config = model_class.config_class.from_pretrained(folder)
-            generation_config = None
-            if self.generation_config is not None:
-                from transformers import GenerationConfig
-
-                (Path(folder) / "generation_config.json").write_text(self.generation_config, encoding="utf-8")
-                generation_config = GenerationConfig.from_pretrained(folder)
         config._attn_implementation = "eager"  # no forward is run, and other implementations may load code from the hub
         with torch.device("meta"):
             model: PreTrainedModel = model_class(config)
-        if generation_config is not None:
-            model.generation_config = generation_config
+        if self.generation_config is not None:
+            from transformers import GenerationConfig
+
+            model.generation_config = GenerationConfig.from_dict(json.loads(self.generation_config))
         return model
 
     def _model_class(self) -> type[PreTrainedModel]:
@@ -270,8 +269,7 @@ def check_model_folder(to: Path, *, asked_by: str, source: str = "") -> None:
         )
     files = sorted(to.iterdir()) if to.is_dir() else []
     foreign = [path.name for path in files if not path.is_file() or path.suffix not in _SUFFIXES]
-    marks = [tuning.config_file for tuning in TUNINGS.values()]
-    if foreign or (files and not any((to / mark).exists() for mark in marks)):
+    if foreign or (files and not any((to / tuning.config_file).exists() for tuning in TUNINGS.values())):
         raise ValueError(
             f"{asked_by} replaces the whole folder to={str(to)!r}, so it must be empty or an earlier export, but it "
             f"contains {(foreign or [files[0].name])[0]!r}. Choose another folder, or empty it."

@@ -34,10 +34,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, module: torch.nn.Module, groups: list[dict[str, Any]], **settings: Any) -> None:
-        others = _not_hidden(module)
+        hidden = hidden_matrices(module)
         parts: list[tuple[list[Tensor], list[Tensor]]] = []  # each group's hidden matrices and other parameters
         for group in groups:
-            is_matrix = [item.dim() == 2 and item not in others for item in group["params"]]
+            is_matrix = [item in hidden for item in group["params"]]
             pairs = list(zip(group["params"], is_matrix, strict=True))
             parts.append(([item for item, yes in pairs if yes], [item for item, yes in pairs if not yes]))
         split = [
@@ -107,8 +107,8 @@ def _empty_group() -> dict[str, Any]:
     return {"params": [], "is_muon": False}
 
 
-def _not_hidden(module: torch.nn.Module) -> set[Tensor]:
-    """Returns the matrices outside hidden layers: embeddings, and output and value heads."""
+def hidden_matrices(module: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Returns the matrices that Muon updates: those outside embeddings, output heads and value heads."""
     found: set[Tensor] = set()
     child: Any
     for child in module.modules():
@@ -116,4 +116,4 @@ def _not_hidden(module: torch.nn.Module) -> set[Tensor]:
         for item in (head, getattr(child, "score", None), child if isinstance(child, torch.nn.Embedding) else None):
             found |= set(item.parameters()) if isinstance(item, torch.nn.Module) else set()
         found |= {item for item in child.parameters(recurse=False) if item.dim() == 2 and 1 in item.shape}
-    return found
+    return {item for item in module.parameters() if item.dim() == 2} - found

@@ -94,6 +94,12 @@ class _Product(torch.autograd.Function):
 class NF4:
     """Loads models whose linear layers, except the output head, are quantized."""
 
+    readme = (  # for a folder with exported adapters, since peft's config has no field for it
+        "These adapters were trained on a base in 4 bits (NF4). With the base in another format, such as bfloat16, the "
+        "model's outputs differ. Load the base in 4 bits, with `BitsAndBytesConfig(load_in_4bit=True, "
+        'bnb_4bit_quant_type="nf4")`, or export the adapters merged into the dequantized base.\n'
+    )
+
     @staticmethod
     def check(config: PretrainedConfig, source: str) -> None:
         """Raises ValueError for models that were quantized before, and for layers whose weights are read directly."""

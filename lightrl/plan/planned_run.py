@@ -26,6 +26,7 @@ from lightrl.engines import LocalEngine, RolloutEngine
 from lightrl.engines.engine import PlannedEngine
 from lightrl.functional import can_compile
 from lightrl.models import Role
+from lightrl.models.muon import hidden_matrices
 from lightrl.module import RLModule
 from lightrl.plan import memory
 from lightrl.plan.memory import NODE_RANKS, PlannedOpponent, PlannedRole, PlannedRun, UnknownMemory, num_devices
@@ -40,7 +41,6 @@ _ASSUMED_TOKENS = 1024  # per prompt or row, if the data sets no limit
 _SIZES = (  # fields that a config must have
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-_PER_TRAJECTORY = ("bootstrap_values",)  # outputs that are not per token
 
 
 @dataclass
@@ -293,9 +293,12 @@ def _placed_role(name: str, role: Role, world: int, strategy: Any) -> PlannedRol
     return PlannedRole(name, size, 0, ranks, role.mesh, pp, tp, cp, waits_on_host=role.offload)
 
 
-def _moment_bytes(module: Any, dtype: torch.dtype) -> float | None:
-    """Measures the bytes per parameter of the `optimizer` section's state; None without a section or if it fails."""
-    arguments: Any = getattr(module.configure_optimizers, "args", ())  # from commands/cli.py
+def _moment_bytes(module: Any, model: torch.nn.Module, num_trained: int, dtype: torch.dtype) -> float | None:
+    """Returns the optimizer state's bytes per trained parameter; None means AdamW's, also for unknown optimizers."""
+    arguments: Any = getattr(module.configure_optimizers, "args", ())  # of the `optimizer` section; commands/cli.py
+    if not arguments and getattr(module, "optimizer", None) == "muon":  # one number per parameter of a hidden matrix
+        num_single = sum(item.numel() for item in hidden_matrices(model) if item.requires_grad)
+        return dtype.itemsize * (2 - num_single / max(1, num_trained))
     weight = torch.nn.Parameter(torch.ones(64, 64, dtype=dtype))
     weight.grad = torch.ones_like(weight)
     try:
@@ -330,7 +333,7 @@ def _planned_role(
         is_3d = isinstance(strategy, Parallel3DStrategy)
         compiles = strategy.root_device.type == "cuda" and not is_3d and may_be_compiled(model)
     width = 2 if is_half else next(model.parameters()).element_size()
-    is_adapted = trained < size.parameters  # adapters are float32 on any base
+    trains_half = width == 2 and trained == size.parameters  # adapters are float32 on any base
     return replace(
         placed,
         size=size,
@@ -338,7 +341,7 @@ def _planned_role(
         is_compiled=compiles,
         in_4_bits=0 if role.spec.quantization is None else size.in_layers - size.expert_parameters - trained,
         width=width,
-        moment_bytes=_moment_bytes(module, torch.bfloat16 if width == 2 and not is_adapted else torch.float32),
+        moment_bytes=_moment_bytes(module, model, trained, torch.bfloat16 if trains_half else torch.float32),
     )
 
 
@@ -352,7 +355,7 @@ def _bound(data: Any, setting: str, module: RLModule | SupervisedModule | None) 
 
 def _num_scores(module: RLModule) -> int:
     """Returns the maximum number of float32 values per token, also counting advantages that may be per trajectory."""
-    outputs = {key for call in module.model_calls() for key in call.outputs} - set(_PER_TRAJECTORY)
+    outputs = {key for call in module.model_calls() for key in call.outputs} - {"bootstrap_values"}
     topk = int(getattr(module, "teacher_topk", None) or 0)
     listed = {"teacher_topk_ids": 2 * topk, "teacher_topk_logprobs": topk}  # ids are int64, twice as large
     sampled = 3 * module.sampling.topk_logprobs  # behavior_topk_ids, which are also int64, and behavior_topk_logprobs

@@ -81,6 +81,7 @@ def test_digests_of_vllm_on_a_gpu_are_of_the_bytes_without_padding():
         (["dev-mode"], r"started without VLLM_SERVER_DEV_MODE=1 in its environment\. Restart"),
         (["dev-mode", "scale-out"], r"VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out\. Restart"),
         (["scale-out", "mode"], "without --enable-scale-out and --logprobs-mode processed_logprobs"),
+        (["one"], r"started without --api-server-count 1\. Restart"),
         (["weight-info"], r"http.* is a vLLM server without /weight_info\. Use vLLM 0\.32 or later"),
         (["form"], r"http.* answered /server_info in an unknown format \(TypeError.*Use vLLM 0\.32"),
     ],
@@ -336,3 +337,5 @@ def test_the_command_has_what_rollouts_need_and_no_token(model_folder):
 def test_an_argument_that_lightrl_sets_is_refused(model_folder):
     with pytest.raises(ValueError, match="server_args has api_key, which lightrl sets"):
         VLLMProcess(model_folder, python=sys.executable, args={"api-key": "k"})
+    with pytest.raises(ValueError, match=r"server_args.api_server_count must be 1, because .*, got 2"):
+        VLLMEngine(servers=1, server_args={"api-server-count": 2}).source.check(lambda urls: None)

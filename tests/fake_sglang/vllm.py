@@ -23,7 +23,7 @@ PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 
 
 class FakeVLLMServer(FakeServer):
-    """`vllm_without` in the arguments names what it was started without: `dev-mode`, `scale-out`, `details`, `mode`.
+    """`vllm_without` in the arguments names what it lacks: `dev-mode`, `scale-out`, `details`, `mode`, `one` process.
 
     Without `max-logprobs` it allows vLLM's 20. Without `weight-info` it is an older vLLM, without `form` one whose
     answers have another form.
@@ -196,7 +196,8 @@ class FakeVLLMServer(FakeServer):
             "instance_id": str(self.started_at),
             "model_config": {"model": self._weights.model_path, "dtype": "torch.float32", "logprobs_mode": mode,
                              "quantization": None},
-            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+            "parallel_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1,
+                                "_api_process_count": 1 + ("one" in self._without)},
             "cache_config": {"block_size": 1, "cache_dtype": "auto"},
             "device_config": {"device": "cpu"},
             "lora_config": {**{name: self.arguments[name] for name in ("max_lora_rank", "max_loras")},

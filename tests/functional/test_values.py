@@ -126,7 +126,7 @@ def ragged(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (0.7, 1.0)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (0.7, 1.0)])
 @pytest.mark.parametrize("is_truncated", [False, True], ids=["ended", "truncated"])
 def test_gae_is_that_of_each_trajectorys_loss_tokens_alone(seed, gamma, lam, is_truncated):
     rewards, values, mask, ends = ragged(seed)
@@ -155,6 +155,12 @@ def test_gae_by_hand() -> None:
         torch.tensor([[0.0, 0.0, 0.0, 4.0]]), torch.tensor([[0, 3.0, 0, 2.0]]), mask, 0.5, 0.5, torch.tensor([8.0])
     )
     assert truncated.tolist() == [[0.0, -0.5, 0.0, 6.0]]
+
+
+def test_the_operations_of_gae_grow_with_the_logarithm_of_the_tokens() -> None:
+    with torch.autograd.profiler.profile() as run:
+        gae(*torch.randn(2, 3, 4096), torch.ones(3, 4096, dtype=torch.bool))
+    assert 12 < len(run.function_events) < 25 * math.log2(4096)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf], ids=str)

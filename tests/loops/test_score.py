@@ -90,6 +90,14 @@ def test_the_reference_is_another_model() -> None:
     assert not any(value.requires_grad for value in experience.tensors().values())
 
 
+def test_a_model_whose_logprobs_are_not_finite_is_named_with_the_number_of_tokens() -> None:
+    module, experience = make_module("GRPO with KL and entropy"), random_experience(is_scored=False)
+    module.reference.model.norm.weight.data.fill_(math.nan)
+    num = int(experience.loss_mask.sum())
+    with pytest.raises(TrainingError, match=f"^reference returned NaN or infinity for {num} tokens in 'reference_l"):
+        scored_by(module, experience)
+
+
 @pytest.mark.parametrize(
     ("algorithm", "num_updates", "expected"),
     [("GRPO", 2, 0), ("GRPO decoupled", 1, 0), ("GRPO decoupled", 2, 1), ("CISPO", 2, 0)],

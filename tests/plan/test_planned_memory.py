@@ -20,6 +20,7 @@ from lightrl.engines import LocalEngine
 from lightrl.engines.engine import PlannedEngine
 from lightrl.models import LoRA, ModelSpec, Role, RoleMesh
 from lightrl.models.model_spec import cache_argument
+from lightrl.models.muon import MuonWithAdamW
 from lightrl.module import RLModule
 from lightrl.plan.advice import Misfit, misfits
 from lightrl.plan.costs import TRAJECTORY_BYTES, USABLE_FRACTION, experience_bytes
@@ -67,16 +68,20 @@ def misfits_of(planned: PlannedRun, available_bytes: float) -> list[Misfit]:
     return list(misfits(planned, available_bytes / USABLE_FRACTION))
 
 
-def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun) -> None:
-    for planned, role in zip(ppo.roles, PPO(tiny_spec(config=CONFIG), reward=len).models().values(), strict=True):
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_the_state_is_that_of_real_models_and_their_optimizer(ppo: PlannedRun, kind: Any) -> None:
+    module = PPO(tiny_spec(config=CONFIG), reward=len, optimizer=kind)
+    ppo = ppo if kind == "adamw" else plan_of(module)
+    for planned, role in zip(ppo.roles, module.models().values(), strict=True):
         model: Any = role.load_model()
         parameters = list(model.parameters())
-        optimizer = torch.optim.AdamW(parameters)
+        group = {"params": parameters, "lr": 0.1, "weight_decay": 0.0}
+        optimizer: Any = MuonWithAdamW(model, [group]) if kind == "muon" else torch.optim.AdamW(parameters)
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         states = optimizer.state.values()
-        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        moments = [value for state in states for value in state.values() if value.dim()]
         cost = role_cost(ppo, planned)
         assert planned.parameters == planned.trained == sum(value.numel() for value in parameters)
         assert cost.weights == sum(value.nbytes for value in parameters)

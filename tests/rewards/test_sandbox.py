@@ -21,7 +21,7 @@ from waits import comes_true
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, what_to_allow
-from lightrl.rewards.sandbox.guard.memory import parent_of_groups
+from lightrl.rewards.sandbox.guard.memory import Disk, overuse, parent_of_groups
 from lightrl.rewards.sandbox.local import LAYERS
 
 WITHOUT_NAMESPACES = ("private_user", "landlock", "seccomp")
@@ -194,6 +194,15 @@ def test_groups_for_memory_are_made_where_the_kernel_takes_them(mount, own, foun
     (tmp_path / "cgroup").write_text(f"{own}\n")
     (tmp_path / "mountinfo").write_text(f"35 31 0:32 {mount.replace('GROUPS', str(tmp_path))}\n")
     assert parent_of_groups(str(tmp_path)) == (None if found is None else tmp_path / found)
+
+
+def test_a_program_that_ended_by_itself_was_stopped_by_no_limit_unless_linux_killed_its_processes(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(2 << 20))
+    limits = {"max_processes": 10**6, "memory_mib": 10**6}
+    assert overuse(limits, None, Disk(str(tmp_path), 1), has_ended=False) == "disk"
+    assert overuse({**limits, "max_processes": -1}, None, Disk(str(tmp_path), 1), has_ended=True) is None
+    (tmp_path / "memory.events").write_text("oom_kill 1")
+    assert overuse(limits, tmp_path, None, has_ended=True) == "memory"
 
 
 def test_a_process_may_have_any_name(sandbox):

@@ -110,6 +110,15 @@ def test_a_packed_row_counts_the_keys_that_it_repeats(num_shared: int, num_own: 
     assert [len(part.order) for part in prefixes.packed_chunks(1)] == [1] * 9
 
 
+def test_packing_compares_few_times_as_many_rows_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, tree = list[int](), Prefixes.tree
+    monkeypatch.setattr(Prefixes, "tree", lambda self, *args: [sizes.append(len(self.order)), tree(self, *args)][1])
+    for num in (1, 9, 500):
+        parts = Prefixes(list(range(500)), [0] * 500, [50] * 500).packed_chunks(50 * num)
+        assert [len(part.order) for part in parts][:-1] == [num] * (499 // num)
+    assert sum(sizes) < 20 * 500
+
+
 def conversations(*, num_rows: int = 4, num_groups: int = 3) -> Experience:
     """Rows of an agent, each of which continues half of the row before it; every group's rows part at other tokens."""
     generator, rows = torch.Generator().manual_seed(0), []

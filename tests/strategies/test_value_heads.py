@@ -125,7 +125,7 @@ def test_a_reward_models_number_is_added_to_the_reward(tmp_path: Path) -> None:
     torch.testing.assert_close(actual.token_rewards, token_rewards + earned, rtol=1e-4, atol=1e-4)
     assert module.trained_roles() == ["policy"]
     module.reward_model.score.weight.data[0, 0] = torch.nan
-    with pytest.raises(TrainingError, match="reward_model returned nan for row 0"):
+    with pytest.raises(TrainingError, match="reward_model returned NaN or infinity for"):
         score(module, experience)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_balance_run import RUNS, BySGD, Chats, spec
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from moe_cases import moe_spec
 from rank_scripts import ROUNDING, run
 from safetensors.torch import load_file
 from tiny_run import POLICY, TinyGRPO, train
@@ -22,6 +23,7 @@ from lightrl.models.moe import moe_blocks, router_of
 from lightrl.weights import Bucket
 
 RATE, COEF = 0.25, 2.0
+DENSE = moe_spec("qwen3_moe", mlp_only_layers=[0, 1, 2, 3])
 MORE = ("mixtral", "gpt_oss", "olmoe", "qwen2_moe", "minimax_m2", "ernie4_5_moe", "granitemoe")
 each_family = pytest.mark.parametrize(
     "family", ["qwen3_moe", *[pytest.param(name, marks=pytest.mark.extra) for name in MORE]]
@@ -207,6 +209,7 @@ def test_trees_are_refused() -> None:
     ("run", "message"),
     [
         ({"kind": RewardModel}, "supports RL and SFT, not RewardModel"),
+        ({"policy": DENSE}, "support qwen3_moe, whose blocks have no experts or not equally many"),
         ({"strategy": lightrl.Parallel3DStrategy(tp=2)}, "Parallel3DStrategy"),
         ({"strategy": FSDP2Strategy(cp=2)}, "cp above 1"),
         ({"strategy": FSDP2Strategy(compile_layers=True)}, "compile_layers"),
@@ -218,7 +221,7 @@ def test_trees_are_refused() -> None:
 def test_what_no_run_can_balance_is_refused_before_a_model_is_loaded(run: dict[str, Any], message: str) -> None:
     trainer: Any = SimpleNamespace(**{"strategy": None, "precision": "32-true", "accumulate_grad_batches": 1, **run})
     with pytest.raises(ValueError, match=message):
-        ExpertBalance(RATE, COEF).setup(trainer, run.get("kind", SFT)(spec("qwen3_moe")), "fit")
+        ExpertBalance(RATE, COEF).setup(trainer, run.get("kind", SFT)(run.get("policy", spec("qwen3_moe"))), "fit")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile imports what is deprecated

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrl import FSDP2Strategy, HuggingFaceExport, LocalEngine, LoRA, ModelSpec, Parallel3DStrategy, Role
 from lightrl.algorithms import ReferenceKL
-from lightrl.commands.export import export_checkpoint
+from lightrl.commands.export import export_checkpoint, write_card
 from lightrl.models.tuning import held_tensors, whole_parameters
 from lightrl.strategies import LogprobSettings, SingleModel, check_strategy
 
@@ -97,7 +97,12 @@ def test_engine_and_exports_have_the_trainers_model(finished: Any, base: Path, t
     torch.testing.assert_close(experience.reference_logprobs, logprobs(plain, experience), rtol=1e-5, atol=1e-5)
     assert float(module.trainer.callback_metrics["sync/max_mismatch_abs_dlogp_nats"]) < 1e-5
     export_checkpoint(folder / "run.ckpt", tmp_path / "merged", tokenizer="tiny_run.tokenizer", merged=True)
+    export_checkpoint(folder / "run.ckpt", tmp_path / "adapters", tokenizer="tiny_run.tokenizer")
+    write_card(tmp_path / "adapters", repo="me/a", checkpoint=folder / "run.ckpt", role="policy", base=None)
+    for place in (folder / "adapters" / "README.txt", tmp_path / "adapters" / "README.md"):
+        assert "trained on a base in 4 bits (NF4)" in place.read_text()
     for place in (folder / "merged", tmp_path / "merged"):
+        assert not (place / "README.txt").exists()
         model = AutoModelForCausalLM.from_pretrained(place)
         assert not hasattr(model.config, "quantization_config")
         assert all(torch.equal(value, merged[name]) for name, value in model.named_parameters())

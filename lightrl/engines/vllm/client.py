@@ -103,6 +103,8 @@ class VLLMClient(ServerClient):
             missing = await self._missing_arguments(timeout_s)
             if logprobs_mode != LOGPROBS_MODE:
                 missing.append(f"--logprobs-mode {LOGPROBS_MODE}")
+            if config["parallel_config"].get("_api_process_count", 1) != 1:  # an abort reaches one
+                missing.append("--api-server-count 1")
             if missing:
                 raise EngineError(_describe_missing(self.name, missing))
             self._checked_identity = str(info.identity)

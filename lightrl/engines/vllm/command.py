@@ -24,8 +24,17 @@ class VLLMProcess(ModelProcess):
         "max_logprobs": MAX_LOGPROBS,
         "generation_config": "vllm",  # otherwise the checkpoint's generation_config sets top-p etc. on some routes
         "disable_uvicorn_access_log": True,
+        "api_server_count": 1,  # with data parallelism, vLLM's default is more
     }
     cpu_defaults: ClassVar[Mapping[str, Any]] = {"dtype": "float32", "enforce_eager": True}
+
+    @classmethod
+    def named(cls, args: Mapping[str, Any]) -> dict[str, Any]:
+        named = super().named(args)
+        if (count := named.get("api_server_count", 1)) not in (1, "1"):
+            problem = "because an abort reaches only the requests of one API process"
+            raise ValueError(f"server_args.api_server_count must be 1, {problem}, got {count!r}. Remove it.")
+        return named
 
     def args_for(self, config: Mapping[str, Any], tp: int, seed: int) -> dict[str, Any]:
         max_context = config.get("max_position_embeddings")

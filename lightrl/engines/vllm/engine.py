@@ -69,9 +69,9 @@ class VLLMEngine(ServerEngine):
     """A rollout engine on vLLM servers. It exchanges token ids and records the weight version of every token.
 
     A server that you start needs `VLLM_SERVER_DEV_MODE=1` in its environment, `--enable-scale-out`,
-    `--logprobs-mode processed_logprobs` and `--enable-prompt-tokens-details`. Top-p, top-k and topk_logprobs need
-    `--max-logprobs 4008`, and `transport: distributed` needs `--weight-transfer-config '{"backend": "nccl"}'`. The
-    routes that load weights require no key, so let only the run's machines reach the server's port.
+    `--logprobs-mode processed_logprobs`, `--enable-prompt-tokens-details` and one API server. Top-p, top-k and
+    topk_logprobs need `--max-logprobs 4008`, and `transport: distributed` needs `--weight-transfer-config '{"backend":
+    "nccl"}'`. The routes that load weights require no key, so let only the run's machines reach the server's port.
 
     A request's seed determines the tokens, unless an abort or a lost server interrupts the request. Images are not
     supported: a request with images raises ValueError. On a CPU, when vLLM loads weights for a model with tied

@@ -19,6 +19,7 @@ Shapes: B rows in the microbatch, T tokens in a row, R rows in a forward, N posi
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,7 +44,6 @@ MIN_SEGMENT_TOKENS = 16  # shorter segments of a packed row are repeated, since 
 # here for a policy with 0.8 M parameters. Larger models have a larger number, so this overestimates their masks' cost.
 _KEYS_OF_A_TOKEN = 768
 _COPIED_KEYS_OF_A_TOKEN = 8  # copying this many keys and values costs as much time and memory as one more token
-
 
 Integers = NDArray[np.int64]
 
@@ -174,15 +174,18 @@ class Prefixes(NamedTuple):
 
     def packed_chunks(self, max_tokens: int) -> Iterator[Prefixes]:
         """Cuts the order into parts whose packed rows need at most the memory of `max_tokens`, or of one longer row."""
-        rest = self
-        while num := len(rest.order):
-            num = 1 + bisect.bisect_right(range(2, num + 1), float(max_tokens), key=rest._held_tokens)
-            yield rest._part(0, num)
-            rest = rest._part(num, None)
+        start = 0
+        while (left := len(self.order) - start) > 0:
+            held_tokens, num = functools.partial(self._held_tokens, start), 1
+            while num < left and held_tokens(2 * num) <= max_tokens:
+                num *= 2
+            num += bisect.bisect_right(range(num + 1, min(2 * num, left)), float(max_tokens), key=held_tokens)
+            yield self._part(start, start + num)
+            start += num
 
-    def _held_tokens(self, num_rows: int) -> float:
-        """Returns the memory of the first rows, in tokens; attention keeps a copy of the keys before each segment."""
-        tree = self._part(0, num_rows).tree(MIN_SEGMENT_TOKENS)
+    def _held_tokens(self, start: int, num_rows: int) -> float:
+        """Returns the memory of rows from `start`, in tokens; attention copies the keys before each segment."""
+        tree = self._part(start, start + num_rows).tree(MIN_SEGMENT_TOKENS)
         num_copied = sum(segment.start for segment in tree.segments if segment.parent >= 0)
         return tree.num_tokens + num_copied / _COPIED_KEYS_OF_A_TOKEN
 

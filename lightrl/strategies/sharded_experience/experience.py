@@ -43,7 +43,6 @@ TOKEN_BYTES = sum(np.dtype(column.dtype).itemsize for column in TOKENS.values())
 COUNTS = ("_loss_tokens", "_generated_tokens", "_oldest_version", "_newest_version")
 _REPEATED = "_repeated_tokens"  # a row value as well, set only if rows have gaps
 
-
 Values = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -75,11 +75,14 @@ def remove_group(group: Path) -> None:
         time.sleep(0.005)
 
 
-def overuse(limits: Json, group: Path | None) -> str | None:
+def overuse(limits: Json, group: Path | None, disk: Disk | None, *, has_ended: bool) -> str | None:
     """Returns the limit that the processes below the keeper exceed in total, or None; called every 50 ms.
 
     With a group, Linux enforces the memory limit; without one, a page counts once for each process that shares it.
+    A program that has ended was stopped by no limit, unless Linux killed one of its processes.
     """
+    if has_ended:
+        return "memory" if group is not None and has_killed(group) else None
     num_threads = num_kib = 0
     for process in _processes():
         with contextlib.suppress(OSError):
@@ -88,7 +91,7 @@ def overuse(limits: Json, group: Path | None) -> str | None:
     if num_threads > limits["max_processes"]:
         return "processes"
     has_too_much = num_kib > limits["memory_mib"] << 10 if group is None else has_killed(group)
-    return "memory" if has_too_much else None
+    return "memory" if has_too_much else "disk" if disk is not None and disk.is_overused() else None
 
 
 class Disk:

@@ -46,9 +46,7 @@ class Program:
         if not layers.may_have_private_user(self.uid, self.needs_read_right):
             self.layers.discard("private_user")
         self.group: Path | None = None  # the cgroup that bounds its memory
-        self.kind: str | None = None
-        if "namespaces" in self.layers:
-            self.kind = layers.kind_of_namespaces("private_user" in self.layers)
+        self.kind = layers.kind_of_namespaces("private_user" in self.layers) if "namespaces" in self.layers else None
         if self.kind is None:
             self.layers.discard("namespaces")
         self.relay: list[int] = []
@@ -123,16 +121,16 @@ def _keep(program: Program, folder: str, streams: tuple[int, int, int], report: 
     poller.register(life, 0)  # hang-ups are always reported
     with contextlib.suppress(AttributeError, OSError):  # pidfd_open: Linux 5.3
         poller.register(os.pidfd_open(pid), select.POLLIN)
-    stopped_by = None
     disk = memory.Disk(folder, program.limits["disk_mib"]) if program.limits.get("disk_mib") else None
     while True:
         if any(descriptor == life for descriptor, _ in poller.poll(_WATCH_S * 1000)):
             os._exit(0)
         exit_code = _reap(pid)
-        stopped_by = memory.overuse(program.limits, group) or ("disk" if disk and disk.is_overused() else None)
+        stopped_by = memory.overuse(program.limits, group, disk, has_ended=exit_code is not None)
         if exit_code is None and stopped_by is not None:
             os.kill(pid, signal.SIGKILL)
-            exit_code = -signal.SIGKILL
+            exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            stopped_by = stopped_by if exit_code == -signal.SIGKILL else None  # it ended during the measurement
         if exit_code is not None:
             usage = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = usage.ru_utime + usage.ru_stime
@@ -281,10 +279,7 @@ def _reap(pid: int) -> int | None:
     """Reaps all children that have ended; returns the exit code of `pid` if it is among them."""
     code = None
     with contextlib.suppress(ChildProcessError):
-        while True:
-            ended, status = os.waitpid(-1, os.WNOHANG)
-            if ended == 0:
-                break
+        for ended, status in iter(lambda: os.waitpid(-1, os.WNOHANG), (0, 0)):  # (0, 0): no other has ended
             if ended == pid:
                 code = os.waitstatus_to_exitcode(status)
     return code
