@@ -236,12 +236,6 @@ def engine_completions(
         return asyncio.run(run(engine))
 
 
-def prompts_with_images(family: str = "llava") -> list[Prompt]:
-    """Two of them differ in the image alone."""
-    prompts = [item.prompt for item in image_trajectories(group_size=1, family=family)]
-    return [*prompts, replace(prompts[0], id="other", images=(BLUE,))]
-
-
 @pytest.mark.parametrize(
     ("family", "reload", "max_batch", "temperature"),
     [
@@ -255,8 +249,10 @@ def prompts_with_images(family: str = "llava") -> list[Prompt]:
 @torch.no_grad()
 def test_the_engines_logprobs_are_the_trainers(family, reload, max_batch, temperature):
     settings = {"reload": reload, "max_batch": max_batch, "family": family, "temperature": temperature}
+    prompts = [item.prompt for item in image_trajectories(group_size=1, family=family)]
+    prompts.append(replace(prompts[0], id="other", images=(BLUE,)))  # differs in the image alone
     for _ in range(20 if reload else 1):
-        trajectories = engine_completions(prompts_with_images(family), **settings)
+        trajectories = engine_completions(prompts, **settings)
         is_mixed = any({0, 1} <= set(item.weight_versions) for item in trajectories)
         if is_mixed:
             break
