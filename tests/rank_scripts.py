@@ -10,17 +10,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import forked
+import pytest
 import torch
 
 from lightrl.columns import column_of
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience, is_on_host
-
-if TYPE_CHECKING:
-    import pytest
 
 TESTS = Path(__file__).parent
 
