@@ -11,12 +11,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import lightning as L
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.checks.bounds import check_adamw, check_bounds, check_choice, check_effect, check_kind, check_positive
 from lightrl.checks.entry_points import entry_point
@@ -37,9 +38,6 @@ from lightrl.rewards.hook import REWARD_THREAD
 from lightrl.rewards.reward_result import RewardFunction
 from lightrl.trajectory import Group, Prompt, Sampling, Trajectory
 from lightrl.workflows.workflow import SingleTurn, Workflow, check_workflow
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 NEEDS_OUR_TRAINER = (
     "An RLModule needs lightrl.Trainer, whose loop does the rollouts and calls loss, but got Lightning's own Trainer. "

@@ -14,16 +14,19 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ProgressBar
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelSummary, ProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
@@ -60,16 +63,7 @@ from lightrl.rewards.length_penalty import OverlongPenalty
 from lightrl.rollout.rl_trainer import RLTrainer
 from lightrl.strategies import AtomicCheckpointIO, FSDP2Strategy, check_strategy, named_strategy, ranks_of
 from lightrl.strategies.checkpoint.atomic_write import logged_behind_failure
-from lightrl.trajectory import Group, Sampling
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from lightning.pytorch.accelerators import Accelerator
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.profilers import Profiler
-    from lightning.pytorch.strategies import Strategy
+from lightrl.trajectory import Sampling
 
 log = logging.getLogger(__name__)
 # Each new Trainer makes Lightning advertise its cloud and report that there is no TPU.
@@ -221,6 +215,7 @@ class Trainer(RLTrainer):
         self.memory_estimate = "Run `lightrl plan` for a memory estimate."  # of one rank, as text
         self.phase_seconds = {}
         self.rollout_loop = RolloutLoop(self)
+        self.rewarded_groups = self.rollout_loop.rewarded_groups
         self.fit_loop.epoch_loop.automatic_optimization = self.rollout_loop
         self._stage = RolloutStage(self, self.rollout_loop.resume)
         self._new_folders: list[Path] = []  # created for this run, until it has started
@@ -261,9 +256,6 @@ class Trainer(RLTrainer):
         finally:
             self._hook_calls.clear()
 
-    def rewarded_groups(self, batch: object) -> list[Group]:
-        return self.rollout_loop.rewarded_groups(batch)
-
     @property
     def log_dir(self) -> str | None:
         """The run's folder, where callbacks also write. All ranks must read it together: reading it is a collective.
@@ -297,37 +289,31 @@ class Trainer(RLTrainer):
                 f"This trainer's last fit failed while it resumed from {self.restoring}, so its counters and "
                 "callbacks may be partly restored. Create a new Trainer and new callbacks."
             )
-        given = (*args, *kwargs.values())
-        is_recorded = any(hasattr(data, "recorded_groups") for data in given)
-        with self._checked(model, given, kwargs, needs_rewards=not is_recorded, is_fit=True):
+        with self._checked(model, args, kwargs, is_fit=True):
             super().fit(model, *args, **kwargs)
 
     def validate(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the validation prompts; the arguments are Lightning's."""
-        with self._checked(model, (*args, *kwargs.values()), kwargs):
+        with self._checked(model, args, kwargs):
             return super().validate(model, *args, **kwargs)
 
     def test(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a policy on the test prompts; the arguments are Lightning's."""
-        with self._checked(model, (*args, *kwargs.values()), kwargs):
+        with self._checked(model, args, kwargs):
             return super().test(model, *args, **kwargs)
 
     def predict(self, model: L.LightningModule | None = None, *args: Any, **kwargs: Any) -> Any:
         """Rolls out the test prompts with rewards, without training on them; the arguments are Lightning's."""
-        with self._checked(model, (*args, *kwargs.values()), kwargs):
+        with self._checked(model, args, kwargs):
             return super().predict(model, *args, **kwargs)
 
     @contextlib.contextmanager
     def _checked(
-        self,
-        model: L.LightningModule | None,
-        given: Sequence[object],
-        kwargs: dict[str, Any],
-        *,
-        needs_rewards: bool = True,
-        is_fit: bool = False,
+        self, model: L.LightningModule | None, args: Sequence[object], kwargs: dict[str, Any], *, is_fit: bool = False
     ) -> Iterator[None]:
         """Checks that trainer and module fit together, before any model is built; hides intended warnings inside."""
+        given = (*args, *kwargs.values())
+        needs_rewards = not (is_fit and any(hasattr(data, "recorded_groups") for data in given))
         if vars(rank_zero_only)["rank"] == 0:  # if another rank failed alone, the rest would wait for it
             check_exists(kwargs.get("ckpt_path"))
         module = self.lightning_module if model is None else getattr(model, "_orig_mod", model)  # undoes torch.compile

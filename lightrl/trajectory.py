@@ -172,10 +172,7 @@ def unclosed_thinking(text: str) -> str:
 
 def names_thinking(pattern: str) -> bool:
     """Whether a regular expression contains a thinking tag, for example `</?think>`."""
-    return (
-        re.search(rf"[<\[◁][^\w\s]*(?:channel|START_THINK|begin_of_thought|THINK|{'|'.join(_XML)})", pattern)
-        is not None
-    )
+    return bool(re.search(rf"[<\[◁][^\w\s]*(?:channel|START_THINK|begin_of_thought|THINK|{'|'.join(_XML)})", pattern))
 
 
 # Maximum number of tokens in a truncated distribution: SGLang returns 4,096 ids, and ties may use some of them.

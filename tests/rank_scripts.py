@@ -11,18 +11,16 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import forked
+import pytest
 import torch
 import torch.distributed as dist
 
 from lightrl.columns import column_of
 from lightrl.engines.servers.processes.process import HeldPort
 from lightrl.experience import Experience, is_on_host
-
-if TYPE_CHECKING:
-    import pytest
 
 TESTS = Path(__file__).parent
 

@@ -120,10 +120,6 @@ def private_names_in(nodes: list[ast.AST]) -> set[str]:
     return {name for name in names - own_names() if is_private(name) and name in names_of_lightning()}
 
 
-def is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
 @cache
 def overridden() -> frozenset[tuple[str, str]]:
     """(file, name) of each private attribute of a Lightning class that a subclass in lightrl overrides or reads."""
@@ -140,7 +136,8 @@ def overridden() -> frozenset[tuple[str, str]]:
                 continue
             source = "".join(inspect.getsource(base) for base in theirs)
             tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-            own = {node.attr for node in ast.walk(tree) if is_self(node)}
+            read = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+            own = {node.attr for node in read if ast.unparse(node.value) == "self"}
             for name in filter(is_private, own | set(vars(kind)) - {"_abc_impl"}):
                 if f"self.{name}" in source or any(name in vars(base) for base in theirs):
                     pairs.add((str(Path(str(module.__file__)).relative_to(PACKAGE)), name))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import FAMILIES, LETTERS, VOCABULARY, char_tokenizer, tiny_model, tiny_spec
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -168,8 +168,6 @@ def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
 
 
 def test_a_turn_end_that_is_no_named_special_token_is_found_too(tmp_path: Path) -> None:
-    from tokenizers import AddedToken
-
     tokenizer = char_tokenizer()
     tokenizer.add_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     tokenizer.chat_template = CHATML

@@ -11,14 +11,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def code_block(name: str) -> str:
-    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert found, name
-    return found.group(1)
-
-
 def test_the_module_in_the_readme_has_at_most_30_lines_and_trains(tmp_path):
-    code = code_block("grpo")
+    (code,) = re.findall(r"<!-- test: grpo -->\n```python\n(.*?)```", README, re.DOTALL)
     module = code[code.index("class MyGRPO") : code.index('if __name__ == "__main__"')].strip()
     assert len(module.splitlines()) <= 30
     script = tmp_path / "my_module.py"

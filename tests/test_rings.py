@@ -12,10 +12,10 @@ from lightrl.checks.entry_points import ENTRY_POINTS, entry_point
 from lightrl.commands.main import COMMANDS
 from scripts import rings
 
-MAX_CORE_LINES = 34289
-MAX_CORE_AND_OPTION_LINES = 42167
+MAX_CORE_LINES = 34134
+MAX_CORE_AND_OPTION_LINES = 41930
 MAX_CORE_FILES_THAT_NAME = {"supports": 7, "routes": 8, "images": 10, "LoRA": 8}
-MAX_ENTERED = (5500, 780, 75)  # lines, functions and files of a warm iteration on Python 3.11; some depend on threads
+MAX_ENTERED = (5498, 780, 75)  # lines, functions and files of a warm iteration on Python 3.11; some depend on threads
 
 # Leaves that meet: in a file that one writes and the other reads, or in a run to which each gives a part, such as
 # its algorithm, strategy or engine. The tests of the first import the second too.

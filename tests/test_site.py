@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 
+import drawings
+import metrics_page
 import pytest
+import settings_page
 
 import lightrl
 from lightrl import GRPO, Experience, Group, Prompt, Sampling, StalenessControl, Trajectory, rewards
@@ -13,31 +15,9 @@ from lightrl.testing import make_trajectory
 from lightrl.trainer import LightningSettings
 
 DOCS = Path(__file__).parents[1] / "docs"
-SITE = DOCS.parent / "scripts/docs_site"
 
 
-@pytest.fixture(scope="module")
-def site_path():
-    sys.path.insert(0, str(SITE))
-    yield
-    sys.path.remove(str(SITE))
-
-
-@pytest.fixture
-def settings_page(site_path):
-    import settings_page
-
-    return settings_page
-
-
-@pytest.fixture
-def drawings(site_path):
-    import drawings
-
-    return drawings
-
-
-def test_the_pages_of_settings_have_each_constructors_defaults(settings_page):
+def test_the_pages_of_settings_have_each_constructors_defaults():
     pages = settings_page.pages()
     staleness = pages["callbacks"].split("## StalenessControl")[1].split("\n## ")[0]
     assert "| `max_staleness` | <code>int</code> | <code>0</code> |" in staleness
@@ -45,26 +25,19 @@ def test_the_pages_of_settings_have_each_constructors_defaults(settings_page):
     assert not re.search(r" at 0x|<factory>", "".join(pages.values()))
 
 
-def test_every_setting_of_a_class_on_a_page_has_its_row_on_one(settings_page):
+def test_every_setting_of_a_class_on_a_page_has_its_row_on_one():
     names = {name for *_, names in settings_page.PAGES.values() for name in names}
     homes = {item.home.__name__ for name in names for item in settings_page.settings_of(settings_page.class_of(name))}
     assert homes - names == set()
 
 
-@pytest.fixture
-def metrics_page(site_path):
-    import metrics_page
-
-    return metrics_page
-
-
-def test_the_page_of_metrics_is_the_scripts(metrics_page):
+def test_the_page_of_metrics_is_the_scripts():
     assert metrics_page.PAGE.read_text() == metrics_page.page()
     names = {"rollout/reward", "val/turns", "lr-AdamW", "dpo/new", "rollout/own"}
     assert metrics_page.undescribed(names) == {"dpo/new", "rollout/own"}
 
 
-def test_the_page_of_metrics_names_settings_that_exist(metrics_page, settings_page):
+def test_the_page_of_metrics_names_settings_that_exist():
     classes = {name: settings_page.class_of(name) for *_, names in settings_page.PAGES.values() for name in names}
     known = {setting.name for kind in classes.values() for setting in settings_page.settings_of(kind)} | {*classes}
     known |= {*LightningSettings.__annotations__, *rewards.__all__, "LearningRateMonitor", "metrics", "accuracy"}
@@ -83,7 +56,7 @@ def test_the_page_of_variables_has_all_that_a_user_may_set():
     assert [name for name in names if f"`{name}`" not in page and f"`{name}=" not in page] == []
 
 
-def test_every_drawing_is_the_scripts_and_stands_on_a_page(drawings):
+def test_every_drawing_is_the_scripts_and_stands_on_a_page():
     made = {f"{drawing.name}.svg": drawing.svg() for drawing in (make() for make in drawings.DRAWINGS)}
     assert {path.name: path.read_text() for path in (DOCS / "drawings").iterdir()} == made
     text = "".join(path.read_text() for path in DOCS.glob("*.md"))
@@ -91,13 +64,13 @@ def test_every_drawing_is_the_scripts_and_stands_on_a_page(drawings):
 
 
 @pytest.mark.parametrize("kind", [GRPO, Sampling, StalenessControl])
-def test_a_setting_has_its_text_from_the_docstring_or_from_behind_the_field(settings_page, kind):
+def test_a_setting_has_its_text_from_the_docstring_or_from_behind_the_field(kind):
     settings = settings_page.settings_of(kind)
     assert settings
     assert not [setting.name for setting in settings if not setting.text]
 
 
-def test_the_reference_has_every_field_of_an_experience_with_its_dtype_and_shape(settings_page):
+def test_the_reference_has_every_field_of_an_experience_with_its_dtype_and_shape():
     page = settings_page.with_fields((DOCS / "reference/trajectories.md").read_text())
     for kind in (Prompt, Trajectory, Group, Experience):
         assert not [item.name for item in dataclasses.fields(kind) if f"\n| `{item.name}` | " not in page]

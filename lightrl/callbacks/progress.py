@@ -7,7 +7,8 @@ import os
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
@@ -18,14 +19,10 @@ from lightning.pytorch.utilities.model_summary.model_summary import get_human_re
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import duration_text
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from lightrl.experience import Experience
-    from lightrl.module import RLModule
-    from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group
+from lightrl.experience import Experience
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trajectory import Group
 
 # Metric name → short name in the bar. The first line is about learning, the second about speed.
 _LEARNING = {"rollout/reward": "reward", "rollout/accuracy_fraction": "accuracy", "val/accuracy_fraction": "held-out"}
@@ -99,7 +96,7 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.train_progress_bar = self.init_train_tqdm()
         self.train_progress_bar.bar_format = _RUN_FORMAT
-        self.train_progress_bar.colour = _bar_color("green")
+        self.train_progress_bar.colour = "green" if _has_color() else None
         self._is_training = True
         self._printed_s = time.monotonic()
         self._begun = self._printed_s, _num_batches_done(trainer)
@@ -249,8 +246,8 @@ class RolloutProgressBar(TQDMProgressBar, RLCallback):
         if self._phase_bar is None:
             self._phase = ""
             settings = {"leave": False, "dynamic_ncols": True, "file": sys.stdout, "bar_format": _PHASE_FORMAT}
-            position = 2 * self.process_position + 1
-            self._phase_bar = Tqdm(total=total, position=position, colour=_bar_color("cyan"), **settings)
+            position, colour = 2 * self.process_position + 1, "cyan" if _has_color() else None
+            self._phase_bar = Tqdm(total=total, position=position, colour=colour, **settings)
         phase = name.partition(",")[0]
         is_new_phase, self._phase = phase != self._phase, phase
         self._phase_bar.desc = f"  {name}" if done is None else f"  {name}: "
@@ -318,10 +315,6 @@ def _has_color() -> bool:
 
 def _style(text: str, style: str) -> str:
     return f"{style}{text}{_PLAIN}" if _has_color() else text
-
-
-def _bar_color(name: str) -> str | None:
-    return name if _has_color() else None
 
 
 class ModelLines(ModelSummary):

@@ -15,16 +15,15 @@ All are called on the main thread. `module.log` works in all of them except thes
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.callbacks import Callback
 
-if TYPE_CHECKING:
-    from lightrl.experience import Experience
-    from lightrl.module import RLModule
-    from lightrl.rollout import RolloutSettings
-    from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group
+from lightrl.experience import Experience
+from lightrl.module import RLModule
+from lightrl.rollout import RolloutSettings
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trajectory import Group
 
 
 class RLCallback(Callback):

@@ -11,8 +11,9 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import lightning as L
 import torch
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from torchmetrics import Metric
@@ -22,15 +23,11 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds
 from lightrl.checks.printable import count_text
 from lightrl.data.mixture import by_source
+from lightrl.experience import Experience
 from lightrl.models.routes import RouteLayout, load_entropy
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lightrl.experience import Experience
-    from lightrl.module import RLModule
-    from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group, JsonObject
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trajectory import Group, JsonObject
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -21,14 +22,10 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.files import STATUS_FILE
 from lightrl.checks.printable import count_text
 from lightrl.engines import RolloutEngine
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lightrl.experience import Experience
-    from lightrl.module import RLModule
-    from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import Group
+from lightrl.experience import Experience
+from lightrl.module import RLModule
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +64,7 @@ def write_whole(place: Path, text: str) -> None:
     part.replace(place)
 
 
-def _output_folder(trainer: L.Trainer) -> Path | None:
+def run_folder(trainer: L.Trainer) -> Path | None:
     """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: rank 0 broadcasts it."""
     folder = trainer.log_dir
     return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
@@ -87,7 +84,7 @@ class RunFiles(RLCallback):
         for callback in trainer.checkpoint_callbacks if log_dir else []:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(Path(str(log_dir)) / "checkpoints")  # even if CSVLogger is not the first logger
-        folder = _output_folder(trainer)
+        folder = run_folder(trainer)
         if folder is None:
             return
         self._close_log()
@@ -134,7 +131,7 @@ class StatusFile(RLCallback):
         self._written_at = 0.0
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = _output_folder(trainer)
+        folder = run_folder(trainer)
         self._path = folder / STATUS_FILE if folder is not None and trainer.is_global_zero else None
         self._content = {"stage": stage, "pid": os.getpid(), "host": socket.gethostname()}
         self._enter(trainer, "starting")
@@ -224,7 +221,7 @@ class ProblemLog(RLCallback):
         self._trainer: L.Trainer | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        folder = _output_folder(trainer)
+        folder = run_folder(trainer)
         self._trainer = trainer
         self._path = None if folder is None else folder / "problems" / f"rank-{trainer.global_rank:05d}.jsonl"
         if self._path is not None and self._handler is None:

@@ -6,24 +6,20 @@ import collections
 import logging
 import math
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import lightning as L
 
 from lightrl.callbacks.lag_probe import STEP
 from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.errors import EngineError
+from lightrl.experience import Experience
+from lightrl.module import RLModule
 from lightrl.rollout import RolloutSettings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import lightning as L
-
-    from lightrl.experience import Experience
-    from lightrl.module import RLModule
-    from lightrl.rollout.rl_trainer import RLTrainer
-    from lightrl.trajectory import JsonObject
+from lightrl.rollout.rl_trainer import RLTrainer
+from lightrl.trajectory import JsonObject
 
 log = logging.getLogger(__name__)
 

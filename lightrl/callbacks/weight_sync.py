@@ -7,8 +7,9 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
+import lightning as L
 import torch
 
 from lightrl.callbacks.answer_check import AnswerCheck
@@ -18,22 +19,17 @@ from lightrl.callbacks.rl_callback import RLCallback
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.engines import RolloutEngine
 from lightrl.errors import WeightSyncError, WeightSyncUndone
+from lightrl.experience import Experience
 from lightrl.models import ParallelModel
 from lightrl.models.tuning import Part
 from lightrl.module import RLModule
 from lightrl.rollout.rl_trainer import RLTrainer
-from lightrl.strategies import Ranks, ranks_of
+from lightrl.strategies import Ranks, ShardedExperience, ranks_of
 from lightrl.strategies.offload import HOST, move_state
 from lightrl.strategies.ranks.shared_folder import ranks_without
+from lightrl.trajectory import Group
 from lightrl.weights import Bucket, SharedFolder
 from lightrl.weights.disk import ShareWriter, files_of
-
-if TYPE_CHECKING:
-    import lightning as L
-
-    from lightrl.experience import Experience
-    from lightrl.strategies import ShardedExperience
-    from lightrl.trajectory import Group
 
 log = logging.getLogger(__name__)
 

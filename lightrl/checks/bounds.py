@@ -78,9 +78,7 @@ def check_same_shape(**tensors: Tensor) -> None:
             )
 
 
-def check_adamw(
-    *, lr: float | None = None, weight_decay: float | None = None, betas: Sequence[float] = (0.0, 0.0)
-) -> None:
+def check_adamw(*, lr: float | None, weight_decay: float | None, betas: Sequence[float] = (0.0, 0.0)) -> None:
     """Raises ValueError if an AdamW setting is out of range."""
     for name, value in (("lr", lr), ("weight_decay", weight_decay)):
         if value is not None and (finite_number(value, math.inf) is None or not 0 <= value < math.inf):

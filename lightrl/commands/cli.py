@@ -33,12 +33,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import lightrl
 from lightrl.callbacks.loggers import log_settings
-from lightrl.callbacks.run_files import contents
+from lightrl.callbacks.run_files import contents, run_folder
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.secret_settings import without_secrets
 from lightrl.commands.config_errors import TextParser, check_empty_settings, explain
 from lightrl.commands.config_layers import ConfigText, UsageError, UserSettings, joined, keep_texts, to_plain, yaml_of
-from lightrl.commands.console import FIXABLE, chain, reported, run_folder, unwrapped
+from lightrl.commands.console import FIXABLE, chain, reported, unwrapped
 from lightrl.models.optimizer import parameter_groups
 from lightrl.module import RLModule, TrainedModule
 from lightrl.trainer import Trainer

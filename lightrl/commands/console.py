@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
 
 import lightrl
+from lightrl.callbacks.run_files import run_folder
 from lightrl.checks.files import is_disk_full
 from lightrl.checks.printable import one_period
 from lightrl.commands.config_layers import UsageError
@@ -45,13 +46,6 @@ class _RunWatch(L.Callback):
         self.has_started = True
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
-
-
-def run_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the loggers' folder; None if there is no logger, or in a `fast_dev_run`."""
-    if not trainer.loggers or getattr(trainer, "fast_dev_run", False) or trainer.log_dir is None:
-        return None
-    return Path(trainer.log_dir)
 
 
 def reported(command: Callable[[Sequence[L.Callback]], int]) -> int:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import lightning as L
 
 from lightrl.data.stream import PromptStream, RowPrompts
 from lightrl.trajectory import JsonObject
-
-if TYPE_CHECKING:
-    import lightning as L
 
 T = TypeVar("T")
 

@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from lightrl.checks.bounds import names_of
 from lightrl.checks.printable import did_you_mean
@@ -26,9 +28,6 @@ from lightrl.models import CONTEXT
 from lightrl.models.chat_template import KEEP_HISTORY, ChatTemplate, opened, with_turn
 from lightrl.models.images import ImageReader, refusal
 from lightrl.trajectory import JsonMapping, JsonObject, Prompt, chat_as_text, plain_text
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

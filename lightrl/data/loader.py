@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers import PreTrainedTokenizerBase
 
 from lightrl.data.chat import ChatRenderer, read_messages
 from lightrl.data.mixture import DataSource
 from lightrl.data.stream import IndexedRows, LocatedRow, PromptStream, RowPrompts, SourceRows, without_errors
 from lightrl.data.streamed import StreamedRows, shards_of
 from lightrl.trajectory import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def prompt_source(

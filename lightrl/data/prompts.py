@@ -6,9 +6,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import lightning as L
+from transformers import PreTrainedTokenizerBase
 
 from lightrl.checks.bounds import check_bounds, check_choice, check_effect
 from lightrl.checks.user_code import function_of, user_code
@@ -34,17 +35,13 @@ from lightrl.models.model_spec import global_seed
 from lightrl.rewards.references import ReferenceCheck
 from lightrl.trajectory import JsonObject, Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, ImageReader | None]
-
 logger = logging.getLogger(__name__)
 
 MAX_CHECKED = 10_000  # if there are at most this many train rows, all are checked at startup
 NUM_CHECKED = 1_000  # otherwise only this many, from the start; ROWS_AT_ONCE if the rows are streamed
 
 Split = Literal["train", "validation", "test"]
+PolicyInputs = tuple[PreTrainedTokenizerBase, int | None, ImageReader | None]
 
 _SPLITS_OF_STAGE: dict[str, tuple[Split, ...]] = {
     "fit": ("train", "validation"),

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightrl.checks.entry_points import entry_point
 from lightrl.checks.files import nearest_files
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Row: TypeAlias = JsonObject
 NamedRow: TypeAlias = tuple[str, Row | ValueError]  # a row's name for error messages, and the row or its error
 

@@ -43,16 +43,12 @@ def can_compile(device_type: str) -> bool:
     # Models share the layers' code, which is recompiled per variant (frozen, shared prompts, autocast, sliding window).
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # default: 8
     try:
-        torch.compile(_trial, dynamic=True)(torch.ones(2, device=device_type))
+        torch.compile(lambda values: values.exp() + 1, dynamic=True)(torch.ones(2, device=device_type))
     except (RuntimeError, ImportError, OSError, subprocess.SubprocessError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         log.warning("torch.compile fails on this GPU; decoder layers and the head run slower, uncompiled (%s)", reason)
         return False
     return True
-
-
-def _trial(values: Tensor) -> Tensor:
-    return values.exp() + 1
 
 
 # Up to this number of logits (64 MiB in float32) are kept for the backward pass instead of being recomputed.

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from lightrl.functional import on_last_loss_token
 from lightrl.loops.sharing import gather, holders_of, is_forward, share_outputs
 from lightrl.models import untrained_reward_model
 from lightrl.models.tuning import tuning_of
+from lightrl.module import RLModule
 from lightrl.strategies import Microbatches, Ranks, ShardedExperience, mark_as_on_all_ranks
 from lightrl.strategies.layouts.pieces import forward
 from lightrl.strategies.sharded_experience import OnLossTokens, TokenRows
@@ -47,9 +48,6 @@ from lightrl.strategies.sharded_experience.other_prompts import OtherPrompts
 from lightrl.strategies.sharded_experience.placement import microbatch_rows
 from lightrl.trace import span
 from lightrl.trajectory import Prompt, Trajectory, as_array, encode_json
-
-if TYPE_CHECKING:
-    from lightrl.module import RLModule
 
 
 def asked_once(
@@ -225,7 +223,7 @@ def _scored_rewards(module: RLModule, experience: ShardedExperience) -> _Outputs
     added = module.reward_model_coef * scores
     changes: _Outputs = {"rewards": experience.rewards + added}
     if "token_rewards" in experience.tokens:
-        rows = experience.rows_here
+        rows = experience.tokens["loss_mask"].here
         part: Any = experience.dense(rows)
         rewards = part.token_rewards + on_last_loss_token(added[rows], part.loss_mask)
         changes["token_rewards"] = TokenRows.of_padded(rewards, experience.lengths, rows)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from lightrl.loops.sharing import all_rows_of, nowhere, working_rows
 from lightrl.models.images import ImageTable, renumbered
+from lightrl.module import RLModule
 from lightrl.strategies import ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
 from lightrl.strategies.sharded_experience.experience import TokenRows
 from lightrl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from lightrl.module import RLModule
 
 
 def share_tables(

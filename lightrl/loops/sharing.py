@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +19,12 @@ from torch import Tensor
 from lightrl.checks.printable import count_text
 from lightrl.dataflow import REWARD, ModelCall, runs_in_thread
 from lightrl.experience import Experience, rollout_fields
+from lightrl.module import RLModule
 from lightrl.strategies import Ranks, ShardedExperience
 from lightrl.strategies.sharded_experience.exchange import exchange
 from lightrl.strategies.sharded_experience.experience import TokenRows
 from lightrl.strategies.sharded_experience.placement import place_rows, rows_by_rank
 from lightrl.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from lightrl.module import RLModule
 
 
 def holders_of(call: ModelCall, ranks: Ranks) -> Ranks:

@@ -30,7 +30,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -41,11 +41,8 @@ from lightrl.errors import TrainingError
 from lightrl.experience import FIELDS, Experience
 from lightrl.functional import BranchRows, kl, neutralize, policy_ratio, reduce_loss
 from lightrl.models import Metric, Outputs
-from lightrl.module import ESS_WEIGHTS
+from lightrl.module import ESS_WEIGHTS, RLModule
 from lightrl.strategies import Ranks, ShardedExperience
-
-if TYPE_CHECKING:
-    from lightrl.module import RLModule
 
 log = logging.getLogger(__name__)
 

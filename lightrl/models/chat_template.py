@@ -358,10 +358,8 @@ def _call_as_read(call: Mapping[str, Any], *, as_object: bool) -> Mapping[str, A
             arguments = json.loads(arguments)
     elif not as_object and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return {
-        **call,
-        **({"function": {**function, "arguments": arguments}} if "function" in call else {"arguments": arguments}),
-    }
+    changed = {"function": {**function, "arguments": arguments}} if "function" in call else {"arguments": arguments}
+    return {**call, **changed}
 
 
 def _with_joined_texts(parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ semi-private functions convert in both directions; SEMI_PRIVATE lists those that
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -208,13 +209,10 @@ def checkpoint_files(spec: ModelSpec) -> list[Path]:
         return []
     from transformers.utils import cached_file
 
-    def find(name: str) -> Path | None:
-        path = cached_file(spec.path, name, _raise_exceptions_for_missing_entries=False)
-        return None if path is None else Path(path)
-
+    find = functools.partial(cached_file, spec.path, _raise_exceptions_for_missing_entries=False)
     index = find("model.safetensors.index.json")
-    names = {"model.safetensors"} if index is None else set(json.loads(index.read_text())["weight_map"].values())
-    return [file for name in sorted(names) if (file := find(name)) is not None]
+    names = {"model.safetensors"} if index is None else set(json.loads(Path(index).read_text())["weight_map"].values())
+    return [Path(file) for name in sorted(names) if (file := find(name)) is not None]
 
 
 @contextlib.contextmanager

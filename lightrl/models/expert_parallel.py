@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightrl.models.conversion import semi_private
@@ -25,7 +25,6 @@ from lightrl.models.trials import once_per_config
 from lightrl.models.tuning import tuning_of, unwrapped
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PretrainedConfig, PreTrainedModel
 
 

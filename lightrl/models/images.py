@@ -210,11 +210,15 @@ class Attachments:
     @classmethod
     def for_model(cls, config: PretrainedConfig) -> Callable[..., Attachments | None]:
         """Returns a picklable function that makes Attachments from token ids and images, or None without images."""
-        return functools.partial(_attachments_of, ImageReader.of(config))
+        return functools.partial(cls.of, ImageReader.of(config))
 
     @classmethod
-    def of(cls, image_reader: ImageReader | None, images: Sequence[str], token_ids: list[int]) -> Attachments:
+    def of(
+        cls, image_reader: ImageReader | None, token_ids: list[int], images: Sequence[str] = ()
+    ) -> Attachments | None:
         """Makes a prompt's attachments; raises ValueError if the policy or a server cannot read its images."""
+        if not images:
+            return None
         if image_reader is None:
             raise ValueError(refusal(len(images)))
         if image_reader.frame:
@@ -235,12 +239,6 @@ class Attachments:
                 "image in the next request."
             )
         return token_ids
-
-
-def _attachments_of(
-    image_reader: ImageReader | None, token_ids: list[int], images: Sequence[str] = ()
-) -> Attachments | None:
-    return Attachments.of(image_reader, images, token_ids) if images else None
 
 
 def vision_kind(config: PretrainedConfig) -> Literal["plain", "grid", "bidirectional"] | None:

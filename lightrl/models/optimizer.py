@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from lightrl.models.role import Role
+from lightrl.models.role import Role
 
 
 def model_children(module: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -483,7 +483,7 @@ class RolloutController:
                 task.result()  # raises the task's error
             for (index, _), trajectory in sorted(done.items(), key=lambda item: item[0]):
                 groups[index].trajectories.append(trajectory)
-            self._scheduler.counter.check_evaluation(len(done), wait.total)
+            self._scheduler.counter.check_failed(wait.total - len(done), wait.total, "in validation")
         finally:
             abandon(tasks)
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -226,13 +226,10 @@ class DropCounter:
         self._num_failed += is_failed
         if is_failed:
             total = max(self._num_done, round(num_expected))  # off-policy, up to η + 1 iterations may be done
-            self._check_failed(self._num_failed, total, "since the last batch was taken")
+            self.check_failed(self._num_failed, total, "since the last batch was taken")
 
-    def check_evaluation(self, num_rewarded: int, num_requested: int) -> None:
-        """Raises RolloutError if so many trajectories in a validation batch failed that the mean would mislead."""
-        self._check_failed(num_requested - num_rewarded, num_requested, "in validation")
-
-    def _check_failed(self, num_failed: int, total: int, when: str) -> None:
+    def check_failed(self, num_failed: int, total: int, when: str) -> None:
+        """Raises RolloutError if so many of `total` trajectories failed that the mean would mislead."""
         max_fraction = self.settings.max_failed_fraction
         if num_failed > max_fraction * total:
             raise RolloutError(

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.profilers import Profiler
 
+from lightrl.engines import RolloutEngine
 from lightrl.models.model_spec import global_seed
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-    from lightning.pytorch.profilers import Profiler
-
-    from lightrl.engines import RolloutEngine
-    from lightrl.rollout.protocol import Rollout
-    from lightrl.trajectory import Group
+from lightrl.rollout.protocol import Rollout
+from lightrl.trajectory import Group
 
 
 class RLTrainer(L.Trainer):
@@ -35,6 +32,7 @@ class RLTrainer(L.Trainer):
     memory_estimate: str  # describes the estimated memory use of a rank
     # Logs a number of the training batch: (name, value, other arguments of `log`) → False if Lightning must log it.
     log_number: Callable[[str, float, Mapping[str, object]], bool]
+    rewarded_groups: Callable[[object], list[Group]]  # rolls out and rewards a validation, test or predict batch
     restoring: object = None  # the checkpoint that a fit is restoring; None once the fit runs
     saved_at: int | None = None  # the iteration after which the last checkpoint was saved
     is_in_iteration: bool = False  # from the start of an iteration to the end of its updates
@@ -72,8 +70,4 @@ class RLTrainer(L.Trainer):
 
     def call_rl_hook(self, name: str, *args: object) -> None:
         """Calls an RL hook of all callbacks and of the module; `self.log` works inside it."""
-        raise NotImplementedError
-
-    def rewarded_groups(self, batch: object) -> list[Group]:
-        """Rolls out the prompts in a validation, test or predict batch, and computes rewards."""
         raise NotImplementedError

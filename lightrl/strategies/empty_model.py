@@ -10,12 +10,13 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from lightrl.models import Role, new_model
 from lightrl.models.conversion import checkpoint_files, keep_first_axis, load_parts
@@ -23,9 +24,6 @@ from lightrl.models.model_spec import check_files
 from lightrl.models.tuning import held_tensors
 from lightrl.strategies.ranks.planned_gather import box_of, part_at
 from lightrl.strategies.ranks.processes import Ranks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 

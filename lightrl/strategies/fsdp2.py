@@ -18,16 +18,19 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as checkpoint_activations
+from transformers import PreTrainedModel
 
 from lightrl.checks.bounds import check_bounds, check_positive
 from lightrl.checks.files import check_local
@@ -64,12 +67,6 @@ from lightrl.strategies.ranks.role_mesh import (
     role_meshes,
 )
 from lightrl.strategies.ranks.shared_folder import check_all_see
-
-if TYPE_CHECKING:
-    import lightning as L
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
-    from transformers import PreTrainedModel
 
 EXIT_S = 5.0  # how long to wait for gloo's threads when the process exits
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lightrl.experience import Experience
 from lightrl.functional import rectangles
@@ -25,9 +25,6 @@ from lightrl.strategies.ranks.processes import ProcessRanks, Ranks
 from lightrl.strategies.sharded_experience.placement import lengths_of
 from lightrl.strategies.single import SingleModel
 from lightrl.weights import Bucket
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class FSDP2Model(SingleModel):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
 
+import lightning as L
+import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy, StrategyRegistry
+from transformers import PreTrainedModel
 
 import lightrl
 from lightrl.models import ParallelModel
@@ -14,11 +16,6 @@ from lightrl.strategies.fsdp2 import FSDP2Strategy
 from lightrl.strategies.head import LogprobSettings
 from lightrl.strategies.ranks.role_mesh import check_meshes, planned_roles
 from lightrl.strategies.single import SingleModel
-
-if TYPE_CHECKING:
-    import lightning as L
-    import torch
-    from transformers import PreTrainedModel
 
 
 def check_strategy(strategy: Strategy, module: L.LightningModule | None = None) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightrl.experience import Experience
 from lightrl.functional import (
@@ -68,9 +69,6 @@ from lightrl.strategies.layouts.shared_prefix import (
 )
 from lightrl.strategies.precision import set_expert_precision
 from lightrl.weights import Bucket, bucketed
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Form = Literal["rectangles", "shared_rows", "packed"]
 

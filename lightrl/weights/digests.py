@@ -241,11 +241,9 @@ def _cut(tensor: Tensor, dim: int, size: int, num: int, index: int) -> Tensor:
     length = size // num
     start = min(index * length, tensor.shape[dim])
     shard = tensor.narrow(dim, start, min(length, tensor.shape[dim] - start))
-    if shard.shape[dim] == length:
-        return shard
-    shape = list(tensor.shape)
-    shape[dim] = length - shard.shape[dim]
-    return torch.cat([shard, shard.new_zeros(shape)], dim)
+    missing = length - shard.shape[dim]
+    after = (0, 0) * (tensor.dim() - 1 - dim)  # for the dimensions after `dim`, because `pad` starts at the last
+    return torch.nn.functional.pad(shard, (*after, 0, missing)) if missing else shard
 
 
 def _digest(parts: list[Tensor], layout: ServerLayout) -> str:

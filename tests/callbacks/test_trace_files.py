@@ -4,7 +4,6 @@ import contextlib
 import json
 import mmap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,6 @@ S = 10**9  # a second, in ns
 
 def at(name: str, category: str, start: float, end: float, track: str = "trainer") -> Event:
     return Event(name, category, track, int(start * S), int(end * S), {})
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text().rstrip().removesuffix(",") + "]")
 
 
 def test_the_offset_of_a_clock_is_bounded_by_barriers() -> None:
@@ -38,7 +33,7 @@ def test_events_that_overlap_get_rows_of_their_own(tmp_path: Path) -> None:
     events = [at("a", "generate", 2, 4, "generations"), at("b", "generate", 3, 5, "generations")]
     events += [at("c", "generate", 4.5, 6, "generations"), at("update", "phase", 6, 7)]
     file.add(12, 2 * S, events, {"host in update": 5})
-    lines = lines_of(tmp_path / "rank-00003.json")
+    lines = json.loads((tmp_path / "rank-00003.json").read_text().rstrip().removesuffix(",") + "]")
     blocks = {line["name"]: line for line in lines if line["ph"] == "X"}
     assert blocks["a"]["tid"] == blocks["c"]["tid"] != blocks["b"]["tid"]
     update = blocks["update"]

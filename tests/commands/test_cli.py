@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import forked
+import lightning as L
 import pytest
 import yaml
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -55,8 +56,6 @@ def test_a_class_is_found_by_short_name_and_by_dotted_path(settings, config, nam
 
 
 def test_every_flag_of_lightnings_trainer_is_there(settings, config):
-    import lightning as L
-
     found = parsed("fit", "--config", config(settings)).trainer
     assert set(inspect.signature(L.Trainer.__init__).parameters) - {"self"} <= set(found.keys())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from transformers import AutoModelForCausalLM
 from waits import comes_true
@@ -45,22 +45,9 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def with_logger(settings: Any, class_path: str, **init_args: Any) -> Any:
-    """The run with this logger, tables, image and export, and a reward that gives parts."""
-    settings["trainer"] |= {"logger": [{"class_path": class_path, "init_args": init_args}], "callbacks": CALLBACKS}
-    settings["model"]["init_args"]["reward"] = "tiny_rewards.in_parts"
-    return settings
-
-
-def is_same_model(folder: Path) -> bool:
-    """Whether it is the exported one."""
-    ours, own = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, "exported"))
-    return ours.keys() == own.keys() and all(bool((ours[name] == own[name]).all()) for name in ours)
-
-
 @pytest.fixture
 def run(settings: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs `fit` with a logger; nothing may reach another host."""
+    """Runs `fit` with a logger, tables, image, export and a reward's parts; nothing may reach another host."""
     connect = socket.socket.connect
 
     def own_host_only(self: socket.socket, address: Any) -> None:
@@ -70,7 +57,9 @@ def run(settings: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(socket.socket, "connect", own_host_only)
 
     def fit(class_path: str, *args: str, **init_args: Any) -> None:
-        assert main(["fit", "--config", config(with_logger(settings, class_path, **init_args)), *args]) == 0
+        settings["trainer"] |= {"logger": [{"class_path": class_path, "init_args": init_args}], "callbacks": CALLBACKS}
+        settings["model"]["init_args"]["reward"] = "tiny_rewards.in_parts"
+        assert main(["fit", "--config", config(settings), *args]) == 0
 
     return fit
 
@@ -150,17 +139,6 @@ def records_of(run_folder: Path) -> list[Any]:
     return records
 
 
-def finished_records_of(run_folder: Path) -> list[Any]:
-    """`records_of` once wandb's own process has written the last one."""
-    assert comes_true(lambda: "exit" in [record.WhichOneof("record_type") for record in records_of(run_folder)])
-    return records_of(run_folder)
-
-
-def history_of(records: list[Any]) -> list[dict[str, Any]]:
-    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
-    return [nested({tuple(item.nested_key) or (item.key,): item.value_json for item in row}) for row in rows]
-
-
 def nested(values: dict[tuple[str, ...], str]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for (*folders, name), value in values.items():
@@ -183,8 +161,10 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
     run("WandbLogger", save_dir="runs", project="tiny", id="first", log_model="all")
     wandb.finish()
     (offline,) = Path("runs/wandb").glob("offline-run-*-first")
-    records = finished_records_of(offline)
-    history = history_of(records)
+    assert comes_true(lambda: "exit" in [record.WhichOneof("record_type") for record in records_of(offline)])
+    records = records_of(offline)  # wandb's own process has written the last one
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    history = [nested({tuple(item.nested_key) or (item.key,): item.value_json for item in row}) for row in rows]
     assert [row["trainer/global_step"] for row in history if "rollout/reward" in row] == [1, 2]
 
     config = config_of(records)
@@ -257,13 +237,14 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
         "policy/iteration-000001",
         "policy/iteration-000002",
     ]
-    assert is_same_model(downloaded(client, run_id, "policy/iteration-000002"))
+    folders = downloaded(client, run_id, "policy/iteration-000002"), "exported"
+    ours, exported = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
+    assert ours.keys() == exported.keys()
+    assert all(bool((ours[name] == exported[name]).all()) for name in ours)
 
 
 @pytest.mark.extra
 def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
-    from lightning.pytorch.loggers import MLFlowLogger
-
     logger = MLFlowLogger(tracking_uri=store, artifact_location=f"file:{tmp_path}/artifacts")
     many = {f"number_{index}": index for index in range(250)}
     odd = {"a|b (c)": 1, "..": 2, "": 3, "deep": {"x" * 200: {"y" * 200: "z" * 9000}}, "betas": [0.9, 0.95], "none": []}
@@ -280,8 +261,6 @@ def test_mlflow_takes_any_setting(store: str, tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_a_store_that_fails_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from lightning.pytorch.loggers import MLFlowLogger
-
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db", artifact_location="unknown://bucket/folder")
     log_table([logger], "samples", [{"reward": 1.0}], 0)
     log_plot([logger], tmp_path / "learning_curve.png", 0)

@@ -1,4 +1,5 @@
 import csv
+import datetime
 import json
 from pathlib import Path
 
@@ -83,8 +84,6 @@ def test_a_local_dataset_folder_is_read_by_datasets(tmp_path: Path):
 
 
 def test_columns_that_are_no_json_become_text(tmp_path: Path):
-    import datetime
-
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"day": datetime.date(2024, 2, 1), "n": 3}]), path)
     assert list(read_rows(str(path))) == [{"day": "2024-02-01", "n": 3}]

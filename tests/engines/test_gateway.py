@@ -46,7 +46,8 @@ def router(request: pytest.FixtureRequest) -> Iterator[str | None]:
     """`smg`, the address of a fake gateway, or none: the engine sends requests to the servers itself."""
     if request.param != "fake":
         yield request.param
-        assert gateways() == []
+        processes = psutil.Process().children(recursive=True)
+        assert not [process for process in processes if "smg.launch_router" in str(command_of(process)[1:3])]
     else:
         with FakeGateway().serving() as gateway:
             yield gateway.url
@@ -56,12 +57,6 @@ def router(request: pytest.FixtureRequest) -> Iterator[str | None]:
 def engine_through(router: str | None, engine_on: EngineOn) -> EngineOn:
     """Starts an engine whose requests go through `router`, which ends after it."""
     return functools.partial(engine_on, router=router, timeouts=PATIENT)
-
-
-def gateways() -> list[psutil.Process]:
-    """The smg that this process has started."""
-    processes = psutil.Process().children(recursive=True)
-    return [process for process in processes if "smg.launch_router" in str(command_of(process)[1:3])]
 
 
 def command_of(process: psutil.Process) -> list[str]:

@@ -526,20 +526,15 @@ def test_bfloat16_weights_serve() -> None:
     case.engine.close()
 
 
-def rounded_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its linear weights in block FP8."""
-    rounded = copy.deepcopy(model)
-    rounded.load_state_dict(block_fp8.dequantized(block_fp8.quantized(dict(model.named_parameters()))), strict=False)
-    return rounded
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("fast_path", [True, False], ids=["fast path", "fallback"])
 def test_block_fp8_samples_with_rounded_weights_and_says_so(family: str, fast_path: bool) -> None:
     model = moe_model(family, **FP8_SIZES)
     trajectories = sampled(model, quantization="fp8", fast_path=fast_path)
     experience = Experience.from_trajectories(trajectories)
-    for policy, is_equal in ((rounded_copy(model), True), (model, False)):
+    rounded = copy.deepcopy(model)
+    rounded.load_state_dict(block_fp8.dequantized(block_fp8.quantized(dict(model.named_parameters()))), strict=False)
+    for policy, is_equal in ((rounded, True), (model, False)):
         (outputs,) = SingleModel(policy, LogprobSettings()).forward([experience])
         difference = (outputs.logprobs - experience.behavior_logprobs)[experience.loss_mask].abs().max()
         assert (difference < 1e-4) == is_equal

@@ -30,14 +30,9 @@ def vllm_at(engine_on: EngineOn) -> EngineOn:
     return lambda server, **changes: engine_on(urls=[server["url"]], **{**settings, **changes})
 
 
-@pytest.fixture
-def vllm_case(real_vllm: dict[str, Any], vllm_at: EngineOn, models: list[PreTrainedModel]) -> EngineCase:
-    return EngineCase(vllm_at(real_vllm), models, is_exact=False)
-
-
 @pytest.mark.parametrize("check", CONTRACT, ids=lambda check: check.__name__.replace("_", " "))
-def test_the_contract_of_engines_holds_on_a_real_vllm(check, vllm_case):
-    check(vllm_case)
+def test_the_contract_of_engines_holds_on_a_real_vllm(check, real_vllm, vllm_at, models):
+    check(EngineCase(vllm_at(real_vllm), models, is_exact=False))
 
 
 def test_tokens_after_a_delta_are_of_its_version(monkeypatch, real_vllm, models, vllm_at):

@@ -323,11 +323,6 @@ def test_the_only_server_that_acknowledges_another_version_goes_back_to_the_old_
     assert {version for item in run(requests(engine)) for version in item.weight_versions} == {2}
 
 
-def cut_short(place: Path) -> None:
-    file = place / "model-00001.safetensors"
-    file.write_bytes(file.read_bytes()[:-9])
-
-
 def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start, engine_on, tmp_path):
     servers = [start(), start()]
     engine = engine_on(*servers, weight_folder=str(tmp_path))
@@ -337,7 +332,8 @@ def test_a_weight_file_that_is_cut_short_under_way_leaves_the_old_weights(start,
     def cut() -> None:
         for server in servers:
             wait_for_update(server)
-        cut_short(tmp_path / "version-00000001")
+        file = tmp_path / "version-00000001" / "model-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
 
     with meanwhile(cut), pytest.raises(WeightSyncError, match="ends within weight") as caught:
         engine.load_weights(one_weight(1), weight_version=1)

@@ -2,8 +2,10 @@
 
 import asyncio
 
+from lightrl.engines import Timeouts
 from lightrl.engines.servers.fleet import MAX_LOSSES, MAX_SESSIONS, WITHIN_VERSIONS, ServerFleet
 from lightrl.engines.servers.processes.process import ServerProcess
+from lightrl.engines.servers.router import Router
 from lightrl.engines.servers.server import SPEED_ANSWERS, Server
 from lightrl.engines.sglang.client import SGLangClient
 
@@ -31,19 +33,20 @@ def test_a_server_gets_requests_only_after_it_acknowledged_weights() -> None:
 
 def test_the_server_with_the_fewest_outstanding_tokens_is_chosen() -> None:
     fleet, (a, b, c) = fleet_of("a", "b", "c")
+    router = Router(fleet, timeouts=Timeouts())
     for server, tokens in ((a, 50), (b, 20), (c, 90)):
-        fleet.start_request(server, tokens)
+        router.start_request(server, tokens)
     assert fleet.choose("new") is b
-    fleet.end_request(c, 90)
+    router.end_request(c, 90)
     assert fleet.choose("other") is c
 
 
 def test_a_session_stays_unless_its_server_is_too_far_ahead_of_the_least_busy_one() -> None:
     fleet, _ = fleet_of("a", "b")
     home = fleet.choose("s")
-    fleet.start_request(home, 100)
+    home.outstanding_tokens = 100
     assert fleet.choose("s") is home
-    fleet.start_request(home, 1)
+    home.outstanding_tokens = 101
     assert fleet.choose("s") is not home
 
 
@@ -59,7 +62,7 @@ def test_versions_of_a_trajectory_never_decrease() -> None:
     fleet, _ = fleet_of("old")
     new = fleet.join(server_at("new"))
     fleet.admit(new, 2)
-    fleet.start_request(new, 1000)
+    new.outstanding_tokens = 1000
     assert fleet.choose("s", min_version=1) is new
     assert fleet.choose("s", min_version=3) is None
 
@@ -98,11 +101,11 @@ def test_a_run_without_loads_remembers_a_bounded_number_of_sessions() -> None:
 
 def test_a_server_that_leaves_gets_no_new_request_and_finishes_those_it_has() -> None:
     fleet, (leaving, staying) = fleet_of("leaving", "staying")
-    fleet.start_request(leaving, 10)
+    leaving.num_requests = 1
     assert fleet.drain(leaving)
     assert {fleet.choose(f"session {number}") for number in range(20)} == {staying}
     assert fleet.in_state("starting", "routable") == [staying]
-    fleet.end_request(leaving, 10)
+    leaving.num_requests = 0
     assert not fleet.drain(leaving)
 
 

@@ -18,13 +18,6 @@ from lightrl.engines.sglang.client import SGLangClient
 from lightrl.errors import EngineTimeout, EngineUnreachable
 
 
-@pytest.fixture
-def silent_port() -> Iterator[int]:
-    """Nobody listens there, and nobody will."""
-    with contextlib.closing(HeldPort("127.0.0.1")) as held:
-        yield held.number
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServerProcess]:
     with FakeServerProcess() as started:
@@ -92,10 +85,10 @@ def test_a_server_that_hangs_is_named_at_the_deadline_with_what_it_last_answered
         ask(server.url, hang)
 
 
-def test_an_address_where_nothing_listens_is_said_in_words(silent_port: int) -> None:
+def test_an_address_where_nothing_listens_is_said_in_words() -> None:
     reason = r"127\.0\.0\.1 port \d+ refused the connection; nothing is listening there"
-    with pytest.raises(EngineUnreachable, match=reason) as caught:
-        ask(f"http://127.0.0.1:{silent_port}", lambda client: client.model_info(), num_retries=1)
+    with contextlib.closing(HeldPort("127.0.0.1")) as held, pytest.raises(EngineUnreachable, match=reason) as caught:
+        ask(f"http://127.0.0.1:{held.number}", lambda client: client.model_info(), num_retries=1)
     assert "has never answered" in str(caught.value)
     assert "Connector" not in str(caught.value)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_sglang.layout import checksums
 from fake_sglang.process import FakeServerProcess
 from sync_cases import EngineOn, asked, config_of
 from torch import Tensor
@@ -222,8 +223,6 @@ def verifier_of(config: PretrainedConfig, server: Server) -> WeightVerifier:
 
 
 def answer_of(config: PretrainedConfig, dtype: torch.dtype, **more: str) -> RankDigests:
-    from fake_sglang.layout import checksums
-
     tensors = {name: tensor.to(dtype) for name, tensor in parameters_of(config).items()}
     return [{**checksums(tensors, config, 1)[0], **more}]
 

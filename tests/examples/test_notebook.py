@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import notebook_page
 import pytest
 from nbclient import NotebookClient
 
@@ -65,10 +66,7 @@ def test_the_committed_outputs_are_those_of_a_whole_run() -> None:
     assert not [output for output in outputs(kept) if home in str(output) or sys.prefix in str(output)]
 
 
-def test_the_site_shows_cells_outputs_and_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "scripts/docs_site")
-    import notebook_page
-
+def test_the_site_shows_cells_outputs_and_images() -> None:
     page = notebook_page.page(NOTEBOOK)
     assert page.startswith("# The quickstart in a notebook")
     assert "```python\ntrainer.fit(module, datamodule=data)\n```" in page

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from transformers import PretrainedConfig
 
 
 def checksums(
@@ -24,7 +21,7 @@ def checksums(
     dense = {name: tensor for name, tensor in parameters.items() if ".experts." not in name}
     return [
         {
-            name: _sha(tensor)
+            name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).digest()[:8].hex()
             for held in (_held(dense, config, rank, num_ranks), _experts(parameters, config, rank, num_ranks, ep))
             for name, tensor in held.items()
         }
@@ -89,7 +86,3 @@ def _grown(tensor: Tensor, dim: int, unit: int) -> Tensor:
     """With zeros at the end of a dimension, up to a multiple of `unit`."""
     missing = -tensor.shape[dim] % unit
     return pad(tensor, (0, missing) if dim == 1 else (*[0, 0] * (tensor.dim() - 1), 0, missing))
-
-
-def _sha(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).digest()[:8].hex()

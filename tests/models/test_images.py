@@ -235,12 +235,6 @@ def engine_completions(
         return asyncio.run(run(engine))
 
 
-def prompts_with_images(family: str = "llava") -> list[Prompt]:
-    """Two of them differ in the image alone."""
-    prompts = [item.prompt for item in image_trajectories(group_size=1, family=family)]
-    return [*prompts, replace(prompts[0], id="other", images=(BLUE,))]
-
-
 @pytest.mark.parametrize(
     ("family", "reload", "max_batch", "temperature"),
     [
@@ -254,8 +248,10 @@ def prompts_with_images(family: str = "llava") -> list[Prompt]:
 @torch.no_grad()
 def test_the_engines_logprobs_are_the_trainers(family, reload, max_batch, temperature):
     settings = {"reload": reload, "max_batch": max_batch, "family": family, "temperature": temperature}
+    prompts = [item.prompt for item in image_trajectories(group_size=1, family=family)]
+    prompts.append(replace(prompts[0], id="other", images=(BLUE,)))  # differs in the image alone
     for _ in range(20 if reload else 1):
-        trajectories = engine_completions(prompts_with_images(family), **settings)
+        trajectories = engine_completions(prompts, **settings)
         is_mixed = any({0, 1} <= set(item.weight_versions) for item in trajectories)
         if is_mixed:
             break
@@ -282,7 +278,7 @@ def test_an_engine_refuses_images_that_have_no_place_or_no_file():
 def test_a_request_to_sglang_has_one_image_token_and_the_image_data():
     read = image_reader()
     prompt = [5, *[IMAGE_TOKEN] * TOKENS_EACH, 6]
-    draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), attachments=Attachments.of(read, [RED], prompt))
+    draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), attachments=Attachments.of(read, prompt, [RED]))
     draft.token_ids, draft.logprobs, draft.weight_versions = [7], [-1.0], [0]
     body = request_of(draft, "r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, 7], [RED])
@@ -294,7 +290,7 @@ def test_a_request_to_sglang_has_one_image_token_for_each_image_whatever_its_siz
     read = image_reader(family)
     prompt = read.expanded([5, IMAGE_TOKEN, 6, IMAGE_TOKEN, 7], [WIDE, RED], where="It")
     assert prompt.count(IMAGE_TOKEN) == 8 + 4
-    attachments = Attachments.of(read, [WIDE, RED], prompt)
+    attachments = Attachments.of(read, prompt, [WIDE, RED])
     draft = CompletionDraft(prompt, Sampling(max_new_tokens=4), attachments=attachments)
     body = request_of(draft, "r", "key")
     assert (body["input_ids"], body["image_data"]) == ([5, IMAGE_TOKEN, 6, IMAGE_TOKEN, 7], [WIDE, RED])
@@ -303,10 +299,10 @@ def test_a_request_to_sglang_has_one_image_token_for_each_image_whatever_its_siz
 def test_an_image_token_that_the_policy_sampled_drops_what_a_server_would_take_for_an_image():
     read = image_reader("qwen3_vl")
     prompt = read.expanded([5, IMAGE_TOKEN], [RED], where="It")
-    attachments = Attachments.of(read, [RED], [*prompt, 6, IMAGE_TOKEN, 7])  # of an earlier turn
+    attachments = Attachments.of(read, [*prompt, 6, IMAGE_TOKEN, 7], [RED])  # of an earlier turn
     with pytest.raises(RolloutError, match=r"sampled an image token \(id 2\)"):
         request_of(CompletionDraft(prompt, Sampling(), attachments=attachments), "r", "key")
-    draft = CompletionDraft(prompt, Sampling(), attachments=Attachments.of(read, [RED], prompt))
+    draft = CompletionDraft(prompt, Sampling(), attachments=Attachments.of(read, prompt, [RED]))
     draft.token_ids, draft.logprobs, draft.weight_versions = [IMAGE_TOKEN], [-1.0], [0]  # before an interruption
     with pytest.raises(RolloutError, match="sampled an image token"):
         request_of(draft, "r", "key")
@@ -315,4 +311,4 @@ def test_an_image_token_that_the_policy_sampled_drops_what_a_server_would_take_f
 def test_servers_refuse_images_of_gemma_3_with_the_reason():
     read = image_reader("gemma3")
     with pytest.raises(ValueError, match="a gemma3 model: they add line breaks"):
-        Attachments.of(read, [RED], [IMAGE_TOKEN] * TOKENS_EACH)
+        Attachments.of(read, [IMAGE_TOKEN] * TOKENS_EACH, [RED])

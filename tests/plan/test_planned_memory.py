@@ -272,10 +272,6 @@ def test_merged_experts_are_kept_for_the_backward_pass() -> None:
         assert 2 * num_layers * 4 * 4 * (48 * 32 + 32 * 24) >= more >= num_layers * 4 * 4 * 48 * 32
 
 
-def fsdp2_alone(run: PlannedRun) -> str | None:
-    return "not in this test" if run.layout == "3D" else None
-
-
 @pytest.mark.parametrize("ep", [2, 4])
 def test_the_advised_ep_is_enough_and_a_smaller_one_is_not(ep: int) -> None:
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1}  # which tp cannot divide
@@ -304,7 +300,8 @@ def test_ranks_that_share_rows_keep_their_own_tokens_alone() -> None:
 
 def test_cp_is_advised_if_nothing_else_helps() -> None:
     planned = spread(large(checkpoint_activations=True, reduce_every_microbatch=True), 4)
-    planned = replace(planned, microbatch_tokens=1, refusal=fsdp2_alone)  # the longest trajectory is what is left
+    planned = replace(planned, refusal=lambda run: "not in this test" if run.layout == "3D" else None)
+    planned = replace(planned, microbatch_tokens=1)  # the longest trajectory is what is left
     one, two = (rank_memories(replace(planned, roles=(replace(planned.roles[0], cp=cp),)))[0].device for cp in (1, 2))
     assert two["activations"] < 0.6 * one["activations"]
     planned = replace(planned, longest=10_000, offloads=["optimizer", "activations"])  # everything that saves memory

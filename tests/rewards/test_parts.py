@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from jsonargparse import ArgumentParser
 from reward_functions import trajectory_that
 from reward_workers import outcomes, started
 
@@ -87,8 +88,6 @@ def test_parts_that_cannot_be_are_refused_at_start(parts, message):
     ids=["a path", "a path with arguments", "a sum"],
 )
 def test_all_forms_are_read_from_yaml(given, expected):
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--reward", type=str | RewardPart | list[RewardPart] | None)
     assert parser.instantiate(parser.parse_object({"reward": given})).reward == expected

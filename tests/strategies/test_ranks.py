@@ -45,7 +45,7 @@ def test_other_ranks_know_the_numbers_of_trajectories_and_say_where_the_rest_is(
     remote = ShardedExperience.elsewhere(experience.table, experience.token_dtypes)
     assert torch.equal(remote.lengths, experience.lengths)
     assert torch.equal(remote.loss_token_counts, experience.loss_token_counts)
-    assert remote.rows_here == []
+    assert remote.tokens["loss_mask"].here == []
     assert remote.tokens["routes"].empty.shape == experience.tokens["routes"].empty.shape == (0, 3)
     with pytest.raises(ValueError, match=r"'token_ids' is per token, and this rank has the tokens of 0 of these 3"):
         remote.token_ids  # noqa: B018

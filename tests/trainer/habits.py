@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MARKS = ("<!-- python tests/trainer/habits.py --write docs/lightning-habits.md -->", "<!-- end of the tables -->")
 # In the order of the page: title → the file whose rows it has.
@@ -54,8 +56,6 @@ def habit(written: str, does: str = "") -> Callable[[Test], Test]:
 
 def works(file: str, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     """What a test shows of short runs, as its parameters: (as the user writes it, what differs, *the test's own)."""
-    import pytest
-
     for written, does, *_ in cases:
         add(written, does, works=True, file=file)
     return [pytest.param(*case, id=written) for written, _, *case in cases]
@@ -63,8 +63,6 @@ def works(file: str, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 def refused(file: str, cases: Sequence[tuple[str, Callable[[], Any], str]]) -> list[Any]:
     """What a test refuses, as its parameters: (as the user writes it, the trainer's flags, the whole sentence)."""
-    import pytest
-
     for written, _, sentence in cases:
         add(written, sentence, works=False, file=file)
     return [pytest.param(flags, sentence, id=written) for written, flags, sentence in cases]

@@ -87,11 +87,6 @@ class Killed(TinyPPO):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_killed(folder: Path, **spread: Any) -> None:
-    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=0, save_last=True)
-    make_trainer(folder, max_steps=4, callbacks=[save], enable_checkpointing=True, **spread).fit(Killed(), Digits())
-
-
 class SavesAnObject(Callback):
     """It cannot be loaded with weights_only=True."""
 
@@ -154,7 +149,8 @@ def main() -> int:
     strategy: dict[str, Any] = {"plugins": [AtomicCheckpointIO(save_async=True)]}
     if sys.argv[3] == "folder":
         strategy = {"strategy": FSDP2Strategy(save_async=True), "devices": 1}
-    be_killed(folder, **strategy)
+    save = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=0, save_last=True)
+    make_trainer(folder, max_steps=4, callbacks=[save], enable_checkpointing=True, **strategy).fit(Killed(), Digits())
     return 0
 
 

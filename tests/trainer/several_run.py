@@ -39,10 +39,6 @@ class Echo(Environment):
         return "4", float(len(completion)), self.num_turns == ROUNDS
 
 
-def shortness(trajectory: Trajectory) -> float:
-    return -float(len(trajectory.completion_ids))
-
-
 def of_turns(trajectory: Trajectory) -> Any:
     return {"rewards": list(trajectory.rewards or [])}
 
@@ -60,7 +56,7 @@ def sources(folder: Path) -> list[DataSource]:
     for name, num in (("short", 5), ("turns", 4), ("plain", 7)):
         rows = [{"question": f"{row % 6} {name == 'turns':d}"} for row in range(num)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    short = Task(reward=lambda trajectory: shortness(trajectory), group_size=2, max_new_tokens=3)
+    short = Task(reward=lambda trajectory: -float(len(trajectory.completion_ids)), group_size=2, max_new_tokens=3)
     turns = Task(workflow=multi_turn, reward=lambda trajectory: of_turns(trajectory), group_size=3)
     return [
         DataSource(str(folder / "short.jsonl"), label="short", task=short, streaming=True, shuffle_buffer=2),

@@ -11,6 +11,7 @@ import torch
 from habits import habit, refused, works
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import GROUP_SIZE, CountValidations, Digits, Logged, TinyGRPO, are_equal, make_trainer, train, weights
 
@@ -310,8 +311,6 @@ def test_these_flags_change_no_result(tmp_path: Path) -> None:
 
 @habit("Trainer(plugins=[AsyncCheckpointIO()])")
 def test_a_checkpoint_plugin_writes_checkpoints_that_resume(tmp_path: Path) -> None:
-    from lightning.pytorch.plugins import AsyncCheckpointIO
-
     saved = ModelCheckpoint(tmp_path, save_last=True)
     flags = {"enable_checkpointing": True, "callbacks": [saved], "plugins": [AsyncCheckpointIO()]}
     make_trainer(tmp_path, max_steps=2, **flags).fit(TinyGRPO(), datamodule=Digits())

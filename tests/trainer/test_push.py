@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from huggingface_hub import constants
 from tiny_run import CONFIG, POLICY, TinyGRPO, train, weights
 from transformers import AutoModelForCausalLM
 
@@ -76,8 +77,6 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    import huggingface_hub.constants as constants
-
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     server.url, server.created, server.files = f"http://127.0.0.1:{server.server_address[1]}", [], {}
     monkeypatch.setattr(constants, "ENDPOINT", server.url)  # read from HF_ENDPOINT at its import

@@ -121,12 +121,6 @@ def scheduler_of(max_staleness: int, **settings: Any) -> GroupScheduler:
     return GroupScheduler(RolloutSettings(2, sizes, groups_per_iteration=3, max_staleness=max_staleness, **settings))
 
 
-def item_of(group: Group, sample: int, version: int) -> Trajectory:
-    return Trajectory(
-        group.prompt, group.id, sample, [0, 1], [False, True], [0.0] * 2, [-1, version], [1], "", reward=1.0
-    )
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_groups_of_any_size_are_complete_in_time_and_resume(max_staleness: int) -> None:
     """Plays iterations by hand: the sizes change neither which groups start, nor the bound on their staleness."""
@@ -143,7 +137,9 @@ def test_groups_of_any_size_are_complete_in_time_and_resume(max_staleness: int) 
         position += num_new
         for item in running:
             size = {"one": 1, "three": 3, None: 2}[item.group.prompt.source]
-            done = [scheduler.record(item, sample, item_of(item.group, sample, version)) for sample in range(size)]
+            fields = [0, 1], [False, True], [0.0] * 2, [-1, version], [1], "", "stop", False, 1.0
+            made = [Trajectory(item.group.prompt, item.group.id, sample, *fields) for sample in range(size)]
+            done = [scheduler.record(item, sample, trajectory) for sample, trajectory in enumerate(made)]
             assert done == [False] * (size - 1) + [True]
             scheduler.settle(item.group)
         running = []

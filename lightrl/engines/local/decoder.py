@@ -13,10 +13,13 @@ import inspect
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache, PretrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightrl.columns import ROUTES
 from lightrl.errors import EngineError
@@ -27,11 +30,6 @@ from lightrl.models.images import ImageReader, ImageTable, image_inputs, new_mod
 from lightrl.models.model_spec import cache_argument
 from lightrl.models.routes import Routes
 from lightrl.trajectory import Attached
-
-if TYPE_CHECKING:
-    from transformers import DynamicCache, PretrainedConfig
-    from transformers.cache_utils import CacheLayerMixin
-
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +140,6 @@ class HuggingFaceDecoder:
         prefill_tokens: int = 8192,
         record_routes: bool | None = None,
     ) -> None:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
         with torch.random.fork_rng(devices=[]):
             model = new_model(config, dtype=dtype)
         self._model = model.to(device).eval().requires_grad_(False)
@@ -191,8 +187,6 @@ class HuggingFaceDecoder:
     @torch.no_grad()
     def _cache_is_supported(self) -> bool:
         """Whether a forward pass leaves only one key per token and known states in transformers' cache."""
-        from transformers import DynamicCache
-
         if not self._cache_argument:
             return False
         states = {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "DummyLayer"}
@@ -355,8 +349,6 @@ class HuggingFaceDecoder:
         inputs: Mapping[str, Any] | None = None,  # used instead of the token ids if there are images
     ) -> tuple[DynamicCache, Tensor]:
         """Runs the model on these tokens; returns the cache, which is new if `cache` is None, and the logits."""
-        from transformers import DynamicCache
-
         arguments: dict[str, Any] = {"attention_mask": is_token, "use_cache": True}
         if cache is None:
             # Without the config, sliding-window layers also keep all tokens, so that their columns can be moved.
@@ -380,11 +372,8 @@ class HuggingFaceDecoder:
 def _aligned_right(tensor: Tensor, width: int, dim: int) -> Tensor:
     """Pads `tensor` to `width` along `dim`, with zeros at the start."""
     missing = width - tensor.shape[dim]
-    if missing == 0:
-        return tensor
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor.new_zeros(shape), tensor], dim=dim)
+    after = (0, 0) * (tensor.dim() - 1 - dim)  # for the dimensions after `dim`, because `pad` starts at the last
+    return torch.nn.functional.pad(tensor, (*after, missing, 0)) if missing else tensor
 
 
 def _layer_tensors(layer: CacheLayerMixin) -> list[tuple[dict[Any, Tensor], Any, bool]]:

@@ -11,9 +11,10 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.engines.servers.connection import Connection, ServerRefused
 from lightrl.engines.servers.request import Answer, CompletionDraft
@@ -21,9 +22,6 @@ from lightrl.errors import EngineError
 from lightrl.weights import block_fp8
 from lightrl.weights.digests import RankDigests
 from lightrl.weights.server_layout import DTYPES, ServerLayout
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
           "num_key_value_heads", "head_dim", "tie_word_embeddings")  # fmt: skip

@@ -101,14 +101,6 @@ class ServerFleet:
         self.sessions[session] = best.url
         return best
 
-    def start_request(self, server: Server, tokens: int) -> None:
-        server.outstanding_tokens += tokens
-        server.num_requests += 1
-
-    def end_request(self, server: Server, tokens: int) -> None:
-        server.outstanding_tokens -= tokens
-        server.num_requests -= 1
-
     def note_answer(self, url: str, seconds: float, num_tokens: int) -> str | None:
         """Records an answer's speed; returns a warning if the server has become much slower than the others."""
         server = self.servers.get(url)

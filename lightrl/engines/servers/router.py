@@ -40,10 +40,12 @@ class Router:
         return [server]
 
     def start_request(self, server: Server, tokens: int) -> None:
-        self.fleet.start_request(server, tokens)
+        server.outstanding_tokens += tokens
+        server.num_requests += 1
 
     def end_request(self, server: Server, tokens: int) -> None:
-        self.fleet.end_request(server, tokens)
+        server.outstanding_tokens -= tokens
+        server.num_requests -= 1
 
     async def send(self, server: Server, body: dict[str, Any], timeout_s: float) -> tuple[Answer, str]:
         """Sends a request; returns the answer and the address of the server that sent it."""

@@ -8,9 +8,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.checks.bounds import check_bounds, check_choice
 from lightrl.checks.printable import count_text
@@ -29,9 +30,6 @@ from lightrl.engines.servers.registry import Registry, registry_at
 from lightrl.engines.servers.server import Server
 from lightrl.engines.servers.sync.receivers import Receivers
 from lightrl.engines.servers.timeouts import Timeouts
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 
-    Where = str | Path | None
-
+Where = str | Path | None
 _MAX_NAMES = 3  # maximum number of names of each kind in a message
 
 Shapes = Mapping[str, Sequence[int]]

@@ -8,11 +8,13 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
 from torch.utils._pytree import tree_leaves
 
 from lightrl.checks.files import cause_to_show, publish
@@ -27,10 +29,6 @@ from lightrl.strategies.checkpoint.atomic_write import (
 from lightrl.strategies.checkpoint.fit import check_optimizers, check_weights, parameter_of, refusal
 from lightrl.strategies.checkpoint.folder import load_optimizer_state, read_folder
 from lightrl.strategies.checkpoint.safe_reader import check_records, naming_file, of_run
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import Strategy
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

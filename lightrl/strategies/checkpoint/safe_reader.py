@@ -14,7 +14,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,12 +24,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from lightrl.checks.files import check_sums
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-    from torch.futures import Future
 
 _METADATA_FILE = ".metadata"
 OWN = "lightrl "  # prefix of a save id

@@ -28,19 +28,19 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from lightrl.functional import rectangles, to_device
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -199,9 +199,6 @@ def blocks(starts: Tensor, key_starts: Tensor, window: int | None) -> list[tuple
 
 def make_packable(model: PreTrainedModel) -> bool:
     """Installs this attention in a model that uses SDPA; returns whether the model can be packed."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     current: str = model.config._attn_implementation
     if current == "sdpa":
         AttentionInterface.register(NAME, attend)
@@ -262,8 +259,6 @@ def attend(
     if packed_rows is None:
         if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
             raise NotPackable(f"{type(module).__name__} did not get the starts of the trajectories of a packed row.")
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # type: ignore[no-any-return]
     extra = sorted(name for name in ("softcap", "s_aux", "position_bias", "cache") if settings.get(name) is not None)
     if extra or settings.get("dropout") or settings.get("is_causal") is False:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig
 
 from lightrl.models import new_model
 from lightrl.models.trials import once_per_config
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @once_per_config
@@ -21,8 +19,6 @@ def refuses_packing(config: PretrainedConfig, *, has_logits: bool) -> bool:
 
     The run may change `config`, so no other model may use it. With `has_logits`, the model needs a plain head.
     """
-    from transformers import AttentionInterface
-
     heads_outputs: list[Tensor] = []
     got_starts: list[bool] = []  # for each layer, whether the model passes `packed_rows` on to attention
 

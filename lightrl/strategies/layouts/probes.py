@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from lightrl.functional import can_compile
 from lightrl.models import new_model
@@ -20,9 +22,6 @@ from lightrl.models.moe import moe_blocks
 from lightrl.models.trials import once_per_config
 from lightrl.strategies.layouts.packed_attention import TOLERANCE, PackedRows, arguments, is_flash, make_packable
 from lightrl.strategies.layouts.shared_prefix import Prefixes, shared_hidden
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +60,6 @@ def head_is_plain(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def can_mask(model: PreTrainedModel) -> bool:
     """Whether a row with a mask can contain a tree, as in `shared_rows` of shared_prefix.py."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     layers = DynamicCache(config=model.config).layers  # a different kind for layers that do not attend to all tokens
     if rope_depends_on_length(model) or not all(type(layer) is DynamicLayer for layer in layers):
         return False
@@ -115,8 +112,6 @@ def can_pack(model: PreTrainedModel, *, shares_prefixes: bool = False) -> bool:
 @once_per_config
 def may_be_cut(config: PretrainedConfig) -> bool:
     """Whether only attention mixes tokens, judging by a model on the meta device; `can_pack` tests the real model."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
     if {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}:
         return False  # the model keeps other states: a convolution's, or the index of sparse attention
     with torch.random.fork_rng(devices=[]), torch.device("meta"):

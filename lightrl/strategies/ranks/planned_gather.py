@@ -15,20 +15,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lightrl.models.conversion import Names, as_in_checkpoint
 from lightrl.models.tuning import Part, held_tensors, tuning_of
 from lightrl.strategies.ranks.processes import local
 from lightrl.weights import Bucket
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes, one of each per dimension
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +25,6 @@ from lightrl.models.optimizer import own_parameters
 from lightrl.models.tuning import Part
 from lightrl.strategies.ranks.processes import START_TIMEOUT, OtherRanks, ProcessRanks, Ranks, allow_long_waits
 from lightrl.weights import Bucket
-
-if TYPE_CHECKING:
-    import lightning as L
 
 
 @dataclass(frozen=True)

@@ -254,11 +254,6 @@ class ShardedExperience:
             return torch.arange(len(self))
         return (self.rows["_owner"] == self.ranks.rank).nonzero()[:, 0]
 
-    @property
-    def rows_here(self) -> list[int]:
-        """The rows whose tokens are on this rank."""
-        return self.tokens["loss_mask"].here
-
     def units(self, unit: LossUnit) -> list[list[int]]:
         return units_of(self.rows["group_ids"].tolist(), unit)
 

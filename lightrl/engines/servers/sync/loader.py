@@ -13,7 +13,9 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig
 
 from lightrl.engines.engine import Verification
 from lightrl.engines.servers.client import other_model
@@ -30,10 +32,6 @@ from lightrl.engines.servers.timeouts import Timeouts
 from lightrl.errors import EngineError
 from lightrl.weights import Bucket, ServerForm, SharedFolder
 from lightrl.weights.disk import read_back
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 

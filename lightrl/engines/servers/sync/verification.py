@@ -10,9 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PretrainedConfig
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.engine import Verification
@@ -23,9 +23,6 @@ from lightrl.weights import Bucket, Digests, ServerForm, ServerLayout
 from lightrl.weights.bucket import OUTPUT_HEAD
 from lightrl.weights.digests import RankDigests
 from lightrl.weights.server_layout import unknown_layout
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
+
+from transformers import PretrainedConfig
 
 from lightrl.concurrency.in_thread import in_thread
 from lightrl.engines.servers.addresses import RECEIVER_HELP
@@ -24,9 +26,6 @@ from lightrl.weights import Bucket, ServerForm
 from lightrl.weights.delta import DeltaCopy, checksum, full_parts, version_digest
 from lightrl.weights.delta_folder import NOTHING, Version
 from lightrl.weights.disk import served_config
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 log = logging.getLogger(__name__)
 
