@@ -12,16 +12,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PretrainedConfig
 
 from lightrl.weights.server_layout import FAMILIES
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 BLOCK = 128
 FP8 = torch.float8_e4m3fn

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrl.weights import block_fp8
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,15 @@ import re
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrl.errors import WeightSyncError
 from lightrl.weights import block_fp8
 from lightrl.weights.bucket import OUTPUT_HEAD, Bucket, ServerForm
 from lightrl.weights.server_layout import CPU_PADDING, ServerLayout
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 # Constants of SGLang's GPU hash, which mixes each 32-bit word with its position and sums tiles of 8192 words.
 _SEED = 0x243F6A88

@@ -16,18 +16,16 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lightrl.checks.files import is_disk_full
 from lightrl.errors import WeightSyncError
 from lightrl.weights.bucket import Bucket, ServerForm, WrittenFile
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 KEPT_VERSIONS = 2  # the newest two, so that servers can return to the previous version if a sync fails
 INDEX_FILE = "model.safetensors.index.json"

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from transformers import PretrainedConfig
 
 # Values of `model_type`. Gemma and Gemma 2 are missing because servers add one to their norms on loading, and because
 # their layout could not be tested: SGLang 0.5.23 does not start with their current configs.
