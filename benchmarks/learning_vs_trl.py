@@ -105,7 +105,9 @@ def table(rows: Sequence[dict[str, Any]], task: str) -> str:
         return lambda row: 100 * statistics.mean(row["rewards"][begin:end])
 
     measures = [(f"sampled, iterations 1 to {FIRST}", rows, mean(0, FIRST))]
-    measures += [(f"sampled, iteration {index + 1}", rows, mean(index, index + 1)) for index in range(FIRST)]
+    each = [(index, *difference(rows, mean(index, index + 1))[:2]) for index in range(FIRST)]
+    worst, *_ = min(each, key=lambda item: item[1] / item[2] if item[2] else item[1])
+    measures.append((f"sampled, iteration {worst + 1}, lightrl's worst", rows, mean(worst, worst + 1)))
     if most > FIRST:
         measures.append((f"sampled, iterations {most - 9} to {most}", long, mean(most - 10, most)))
     for part in (long, *([[row for row in rows if row not in long]] if len(long) < len(rows) else [])):
@@ -144,8 +146,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.plot(iterations, means, color=color, label=name)
             low, high = ([mean + side * error for mean, error in zip(means, errors, strict=True)] for side in (-2, 2))
             axis.fill_between(iterations, low, high, color=color, alpha=0.2, linewidth=0)
-        num_long = min(len(column) for column in columns)
-        axis.set(title=f"{task}: {len(curves)} seeds, {num_long} after {FIRST}", xlabel="iteration", ylim=(0, 1.02))
+        then = f", {len(columns[-1])} after {FIRST}" if len(columns) > FIRST else ""
+        axis.set(title=f"{task}: {len(curves)} seeds{then}", xlabel="iteration", ylim=(0, 1.02))
         axis.set_ylabel("sampled answers right")
         axis.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=130)
