@@ -131,7 +131,7 @@ LEAVES = {
     "doctor": Leaf("commands/doctor", 1777, "lightrl doctor",
         "commands/test_attacks.py commands/test_doctor.py commands/test_doctor_run.py commands/test_doctor_launch.py",
         "check-a-run.md#check-a-run-before-it-starts"),
-    "memory estimate": Leaf("plan", 1727, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
+    "memory estimate": Leaf("plan", 1728, "memory estimate", "plan", "gpu.md#settings-and-their-effects"),
     "plan": Leaf("commands/plan.py", 416, "lightrl plan",
         "commands/test_plan.py", "check-a-run.md#what-a-run-needs-on-paper"),
     "intervals": Leaf("commands/intervals.py", 42, "intervals",

@@ -148,8 +148,11 @@ def _run(op: Any, kinds: Any, args: Any, kwargs: Any) -> Any:
         return op(*values, **named)
     if name == "copy_":
         _check_copy(args[1], args[0], *args[2:], **kwargs)
-        if not isinstance(args[1], _Gpu) and (kwargs.get("non_blocking") or args[2:] == (True,)):
-            return _later(args[0], functools.partial(values[0].copy_, values[1].detach()))
+        if kwargs.get("non_blocking") or args[2:] == (True,):
+            if not isinstance(args[1], _Gpu):
+                return _later(args[0], functools.partial(values[0].copy_, values[1].detach()))
+            if not isinstance(args[0], _Gpu):
+                return _leave(args[1], args[0])
     elif name == "_to_copy" and not here:
         _check_copy(args[0], None, kwargs.get("non_blocking", False))
     elif name in _INDEXING:
@@ -188,6 +191,21 @@ def _check_copy(source: Tensor, target: Tensor | None, non_blocking: bool = Fals
         _wait("copy to the device from memory that is not pinned")
 
 
+def _leave(tensor: Any, copy: Tensor) -> Any:
+    """Copies to this memory of the host when something waits for the stream."""
+    value, content, stream = weakref.ref(tensor.value), tensor.value.clone(), _current()
+    memory = tensor.value.untyped_storage()._cdata
+
+    def copied() -> None:
+        """Reads memory that was freed, as if it had been reused, unless the stream is recorded."""
+        live = value()
+        if live is None and memory in stream.recorded:
+            live = content
+        copy.fill_(torch.nan) if live is None else copy.copy_(live)
+
+    return _later(copy, copied)
+
+
 class _Move(torch.autograd.Function):
     """Between host and device; the gradient moves back."""
 
@@ -196,20 +214,7 @@ class _Move(torch.autograd.Function):
         if isinstance(tensor, _Gpu):
             if not non_blocking:
                 _wait("copy to the host")
-            if not non_blocking:
-                return tensor.value.clone()
-            copy, value, content = _pin(tensor.value), weakref.ref(tensor.value), tensor.value.clone()
-            memory = tensor.value.untyped_storage()._cdata
-
-            def copied() -> None:
-                """Reads memory that was freed, as if it had been reused, unless the stream is recorded."""
-                live = value()
-                if live is None and memory in stream.recorded:
-                    live = content
-                copy.fill_(torch.nan) if live is None else copy.copy_(live)
-
-            stream = _current()
-            return _later(copy, copied)
+            return _leave(tensor, _pin(tensor.value)) if non_blocking else tensor.value.clone()
         _check_copy(tensor, None, non_blocking)
         return _Gpu(tensor.detach().clone())
 

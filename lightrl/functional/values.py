@@ -47,8 +47,9 @@ def gae(
     """
     check_same_shape(rewards=rewards, values=values, loss_mask=loss_mask)
     check_bounds(0, 1, gamma=gamma, lam=lam)
-    rewards, values = rewards.detach().to(values.dtype), values.detach()
-    end = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
+    dtype = torch.promote_types(rewards.dtype, values.dtype)
+    rewards, values = rewards.detach().to(dtype), values.detach().to(dtype)
+    end = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.detach().to(dtype)
     check_same_shape(**{"bootstrap": end, "values[:, 0]": values[:, 0]})
     counts = loss_mask.sum(1)
     is_step = torch.arange(max(counts.tolist(), default=0), device=values.device) < counts[:, None]  # steps come first

@@ -185,7 +185,8 @@ def _infer(module: RLModule, call: ModelCall, experience: ShardedExperience, ran
         return torch.cat([part[: len(size)][torch.arange(part.shape[1]) < size] for part, size in pairs]).numpy()
 
     is_read = read.tokens["loss_mask"].flat(order)
-    if numbers[key] and (num := int((~np.isfinite(flat(numbers[key], read.lengths)[is_read])).sum())):
+    is_frozen = call.base_only or role not in module.trained_roles()  # an update on others' is skipped
+    if is_frozen and numbers[key] and (num := int((~np.isfinite(flat(numbers[key], read.lengths)[is_read])).sum())):
         name = f"{role} returned NaN or infinity for {count_text(num, 'token')} in {key!r}"
         raise TrainingError(f"{name}. Check its checkpoint, and its dtype: float16 overflows.")
     result: _Outputs = {}

@@ -104,7 +104,8 @@ def planned_time(run: PlannedRun, gpu: Gpu, device_bytes: float | None) -> Plann
         waiting += max(0.0, gathering_s - compute_s - idle)
         exchanged += updates * exchanged_s
         update += max(compute_s + idle, gathering_s) + updates * exchanged_s
-    pass_s = compute_s / passes / updates / cost.num_microbatches  # moments come in the last role's backward pass
+    # moments come in the last role's last backward pass
+    pass_s = compute_s / passes / updates / batches / cost.num_microbatches
     moved_s = updates * (max(0.0, moved_s - (passes - 1) * pass_s) + max(0.0, moved_s - pass_s))
     update, exchanged = update + moved_s, exchanged + moved_s
     limit = ", limited by communication" if waiting else ""

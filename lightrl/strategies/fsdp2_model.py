@@ -57,7 +57,7 @@ class FSDP2Model(SingleModel):
         self.ranks = ranks
         self.reduce_every_microbatch = reduce_every_microbatch
         self.is_offloaded = is_offloaded
-        self.is_last = False  # whether the microbatch is the update's last
+        self.is_last = True  # whether the microbatch is the update's last, as each is without `forward_backward`
         self.is_trained = any(parameter.requires_grad for parameter in model.parameters())
         self._root = model
         self._gather: PlannedGather | None = None

@@ -92,6 +92,7 @@ class StateCopies:
         self._api: Any = torch.get_device_module(device)
         self._stream = self._api.Stream(device)
         self.left: list[Any] = []  # an event after each copy to the host
+        self._hosts: dict[int, Tensor] = {}  # during a step: id of a moment on the device → its pinned memory
         self._optimizers = WeakSet[Optimizer]()
 
     @contextlib.contextmanager
@@ -101,6 +102,7 @@ class StateCopies:
         states = list(optimizer.state.values())
 
         def to_device(part: Tensor) -> Tensor:
+            self._hosts[id(part)] = part.data  # kept: freed pinned memory would not be reused before the copy ends
             with self._api.stream(compute):  # the backward pass frees memory of this stream
                 copied = torch.empty_like(part, device=self.device)
             self._stream.wait_stream(compute)  # kernels may still use that memory
@@ -126,7 +128,8 @@ class StateCopies:
     def _store(self, optimizer: Optimizer) -> None:
         def to_host(part: Tensor) -> Tensor:
             part.record_stream(self._stream)  # its memory must not be reused before the copy ends
-            copied = part.to(HOST, non_blocking=True)
+            host = self._hosts.pop(id(part), None)
+            copied = part.to(HOST, non_blocking=True) if host is None else host.copy_(part, non_blocking=True)
             self.left.append(self._stream.record_event())
             return copied
 

@@ -30,6 +30,7 @@ class Watch(RLCallback):
         self.arrived: list[list[float]] = [[]]  # update → fraction when a backward pass reaches the first layer
         self.left: list[list[float]] = [[]]  # update → fraction after each forward pass of a layer
         self.states: list[list[Tensor]] = []
+        self.places: list[list[int]] = []  # where the moments are after an update
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self.optimizer, self.strategy = trainer.optimizers[0], trainer.strategy
@@ -52,6 +53,7 @@ class Watch(RLCallback):
     def on_minibatch_end(self, trainer: Any, module: Any, metrics: Any, index: int, total: int) -> None:
         self.arrived.append([])
         self.left.append([])
+        self.places.append([moment.data_ptr() for moment in moments(self.optimizer)])
         if index == 1 and self.error is None:
             state = self.strategy.optimizer_state(self.optimizer)  # as a checkpoint does
             self.states.append([on_host(value) for value in state.values() if isinstance(value, Tensor)])
@@ -97,6 +99,7 @@ def test_moments_come_and_leave_during_updates_with_the_same_bits(
     for before, after in zip([weights[0], *kept.states], [weights[1], *watch.states], strict=True):
         assert len(before) > 10
         assert all(map(torch.equal, before, after))
+    assert watch.places[0] == watch.places[-1]  # memory of the host, which is pinned once
     for fractions in watch.arrived[1:4]:
         assert len(fractions) > 1
         assert not any(fractions[:-1])  # only in the last microbatch of the last role

@@ -98,6 +98,12 @@ def test_a_model_whose_logprobs_are_not_finite_is_named_with_the_number_of_token
         scored_by(module, experience)
 
 
+def test_trained_models_may_return_nan_because_such_updates_are_skipped() -> None:
+    module = make_module("GRPO decoupled")
+    module.policy.model.norm.weight.data.fill_(math.nan)
+    assert scored_by(module, random_experience(is_scored=False)).proximal_logprobs.isnan().any()
+
+
 @pytest.mark.parametrize(
     ("algorithm", "num_updates", "expected"),
     [("GRPO", 2, 0), ("GRPO decoupled", 1, 0), ("GRPO decoupled", 2, 1), ("CISPO", 2, 0)],

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from waits import comes_true
 from lightrl.concurrency.owner import own_prefix
 from lightrl.errors import RewardError
 from lightrl.rewards.sandbox import Limits, LocalSandbox, Run, what_to_allow
+from lightrl.rewards.sandbox.guard.guard import Execution
 from lightrl.rewards.sandbox.guard.memory import Disk, overuse, parent_of_groups
 from lightrl.rewards.sandbox.local import LAYERS
 
@@ -203,6 +205,13 @@ def test_a_program_that_ended_by_itself_was_stopped_by_no_limit_unless_linux_kil
     assert overuse({**limits, "max_processes": -1}, None, Disk(str(tmp_path), 1), has_ended=True) is None
     (tmp_path / "memory.events").write_text("oom_kill 1")
     assert overuse(limits, tmp_path, None, has_ended=True) == "memory"
+
+
+@pytest.mark.parametrize(("named", "expected"), [("memory", "memory"), (None, "time")])
+def test_a_program_that_was_killed_for_another_limit_is_not_said_to_have_used_its_time(named, expected):
+    execution = SimpleNamespace(limits={"cpu_s": 10, "output_kib": 1})
+    report = {"exit_code": -signal.SIGKILL, "cpu_s": 9.5, "stopped_by": named}
+    assert Execution.reply(execution, bytearray(), bytearray(), report, "exit", 1.0)["stopped_by"] == expected
 
 
 def test_a_process_may_have_any_name(sandbox):

@@ -32,12 +32,12 @@ def main() -> None:
             requests += data
         line, _, rest = bytes(requests).partition(b"\n")
         requests = bytearray(rest)
-        reply = json.dumps(_Execution(json.loads(line)).run()).encode() + b"\n"
+        reply = json.dumps(Execution(json.loads(line)).run()).encode() + b"\n"
         while reply:
             reply = reply[os.write(1, reply) :]
 
 
-class _Execution:
+class Execution:
     """One program, from its start until every process that it started has exited."""
 
     def __init__(self, request: Json) -> None:
@@ -130,12 +130,12 @@ class _Execution:
         if cause == "abandoned":
             sys.exit()
         wall_s = time.monotonic() - start_s
-        return self._reply(received[out], received[err], read_records(received[report]), cause, wall_s)
+        return self.reply(received[out], received[err], read_records(received[report]), cause, wall_s)
 
-    def _reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
+    def reply(self, out: bytearray, err: bytearray, report: Json, cause: str, wall_s: float) -> Json:
         exit_code, cpu_s = report.get("exit_code"), report.get("cpu_s", 0.0)
         stopped_by = report.get("stopped_by") if cause == "exit" else cause
-        used_up = cpu_s >= 0.9 * self.limits["cpu_s"]  # the report lags behind the limit's clock
+        used_up = stopped_by is None and cpu_s >= 0.9 * self.limits["cpu_s"]  # the report lags behind the limit's clock
         if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and used_up):
             stopped_by = "time"
         max_bytes = self.limits["output_kib"] << 10
