@@ -33,7 +33,7 @@ CALLBACKS = [
     {"class_path": "StalenessControl", "init_args": {"max_staleness": 1}},
     {"class_path": "TrajectoryLog", "init_args": {"every_n_iterations": 1, "table_every_n_iterations": 1}},
     {"class_path": "LearningCurve"},
-    {"class_path": "HuggingFaceExport", "init_args": {"to": "exported", "every_n_iterations": 1}},
+    {"class_path": "HuggingFaceExport", "init_args": {"to": "out/exported", "every_n_iterations": 1}},
 ]
 
 
@@ -191,8 +191,8 @@ def test_weights_and_biases_has_everything(run: Any, wandb: Any) -> None:
         {"latest", "iteration-2"},
     ]
     files = {entry.path: Path(entry.local_path) for entry in exports[-1].manifest.contents}
-    assert {path.name for path in Path("exported").iterdir()} == set(files)
-    assert files["model.safetensors"].read_bytes() == Path("exported/model.safetensors").read_bytes()
+    assert {path.name for path in Path("out/exported").iterdir()} == set(files)
+    assert files["model.safetensors"].read_bytes() == Path("out/exported/model.safetensors").read_bytes()
 
 
 @pytest.fixture(params=["sqlite", pytest.param("files", marks=pytest.mark.extra)])
@@ -224,7 +224,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
 
     table = json.loads(downloaded(client, run_id, "samples.json").read_text())
     assert table["columns"] == ["iteration", *COLUMNS]
-    assert [row[0] for row in table["data"]] == [0] * 4 + [1] * 4
+    assert [row[0] for row in table["data"]] == [1] * 4 + [2] * 4
 
     image = downloaded(client, run_id, "learning_curve.png").read_bytes()
     folder = tmp_path / ("mlruns" if store.startswith("file") else ".") / experiment.experiment_id / run_id
@@ -237,7 +237,7 @@ def test_mlflow_has_everything(store: str, run: Any, tmp_path: Path) -> None:
         "policy/iteration-000001",
         "policy/iteration-000002",
     ]
-    folders = downloaded(client, run_id, "policy/iteration-000002"), "exported"
+    folders = downloaded(client, run_id, "policy/iteration-000002"), "out/exported"
     ours, exported = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in folders)
     assert ours.keys() == exported.keys()
     assert all(bool((ours[name] == exported[name]).all()) for name in ours)

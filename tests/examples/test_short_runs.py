@@ -117,7 +117,7 @@ def test_a_call_that_the_calculator_examples_policy_writes_is_answered() -> None
 def test_the_retry_example_trains_on_rows_of_gsm8ks_form(tmp_path: Path) -> None:
     policy = [f"--model.policy={make_folder(tmp_path)}", "--model.sampling.max_new_tokens=16"]
     rows = f"{tmp_path}/train.jsonl"
-    data = [f"--data.train={rows}", f"--data.validation={{source: {rows}, max_rows: 4}}"]
+    data = [f"--data.train={rows}", f"--data.validation={{source: {rows}, max_rows: 4, name: null}}"]
     fit("multi_turn/retry.yaml", tmp_path, QUIET, *policy, *data, "--data.batch_size=2")
     assert metrics(tmp_path)["rollout/first_turn_accuracy"] == 0
 
