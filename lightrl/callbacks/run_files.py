@@ -65,9 +65,9 @@ def write_whole(place: Path, text: str) -> None:
 
 
 def run_folder(trainer: L.Trainer) -> Path | None:
-    """Returns the run's folder; None without a logger or with `fast_dev_run`. Collective: rank 0 broadcasts it."""
-    folder = trainer.log_dir
-    return Path(folder) if folder and trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
+    """Returns the run's folder; None without a logger or with `fast_dev_run`. Otherwise rank 0 broadcasts it."""
+    folder = trainer.log_dir if trainer.loggers and not getattr(trainer, "fast_dev_run", False) else None
+    return Path(folder) if folder else None
 
 
 class RunFiles(RLCallback):

@@ -221,7 +221,7 @@ def write_card(folder: Path, *, repo: str, checkpoint: Path, role: str, base: st
     head |= {"base_model": base} if base and re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists() else {}
     lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", "", f"# {repo}", ""]
     lines += [f"The {role} of a lightrl run, from the checkpoint `{checkpoint.name}`.", ""]
-    lines += [path.read_text("utf-8") for path in folder.glob("README.txt")]  # that the base was quantized
+    lines += [path.read_text("utf-8") for path in folder.glob("README.txt")]  # says that the base was quantized
     if run is None:
         log.warning("Found no config.yaml above %s, so the model card has neither settings nor a curve.", checkpoint)
     else:

@@ -340,7 +340,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             if "activations" in self.offload_to_cpu and trains:
                 offload_activations(layer)
             if self.state_copies is not None:
-                layer.register_forward_pre_hook(functools.partial(self.state_copies.make_room, number / len(layers)))
+                layer.register_forward_pre_hook(functools.partial(self.state_copies.drain, number / len(layers)))
             policy = mixed if is_mixed else MixedPrecisionPolicy()
             for block in moe_blocks(layer).values():
                 if is_mixed:  # routers are gathered in float32

@@ -141,7 +141,7 @@ class StateCopies:
             self._optimizers.add(optimizer)
             optimizer.register_state_dict_pre_hook(lambda _: self._stream.synchronize())
 
-    def make_room(self, fraction: float, *_: Any) -> None:
+    def drain(self, fraction: float, *_: Any) -> None:
         """Waits until this fraction of the moments has left the device."""
         if self.left:
             self.left[math.ceil(fraction * len(self.left)) - 1].synchronize()

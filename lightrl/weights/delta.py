@@ -221,9 +221,7 @@ def _decode(packed: bytes, num_values: int, dtype: np.dtype[Any]) -> Bits:
     if packed[:1] == b"P":  # planes: the lowest byte of each value, then the next byte of each
         planes = np.frombuffer(zlib.decompress(packed[1:]), np.uint8).reshape(dtype.itemsize, num_values)
         return _unfolded(np.ascontiguousarray(planes.T).reshape(-1).view(dtype))
-    pairs = np.frombuffer(
-        packed, np.uint8, (num_values + 1) // 2, offset=1
-    )  # half bytes, then the large values in full
+    pairs = np.frombuffer(packed, np.uint8, (num_values + 1) // 2, offset=1)  # then come the large values in full
     values = _PAIRS[dtype.itemsize].take(pairs).view(dtype)[:num_values]
     values[values == _unfolded(np.array([_LARGE], dtype))] = _unfolded(np.frombuffer(packed[1 + len(pairs) :], dtype))
     return values

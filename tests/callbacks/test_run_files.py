@@ -1,10 +1,12 @@
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger
 from scripted_run import ScriptedTrainer, run
 
-from lightrl.callbacks.run_files import KINDS, RunFiles, contents
+from lightrl.callbacks.run_files import KINDS, RunFiles, contents, run_folder
 from lightrl.testing import make_groups
 
 
@@ -41,3 +43,8 @@ def test_a_full_disk_leaves_the_readme_out(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("lightrl.callbacks.run_files.write_whole", full)
     assert run_with_files(tmp_path).global_step == 1
+
+
+@pytest.mark.parametrize("settings", [{"loggers": []}, {"loggers": [None], "fast_dev_run": True}], ids=str)
+def test_without_a_run_folder_no_rank_waits_for_rank_0(settings: dict[str, Any]) -> None:
+    assert run_folder(SimpleNamespace(**settings)) is None  # has no log_dir, whose value rank 0 broadcasts
